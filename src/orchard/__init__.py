@@ -1,0 +1,35 @@
+"""Orchard: an open framework for agentic modelling.
+
+The environment service's client is available from the top:
+
+    from orchard import SandboxClient
+
+    with SandboxClient() as client:
+        with client.create("host") as sandbox:
+            print(sandbox.exec("echo hello").stdout)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+__all__ = ["AsyncSandboxClient", "OrchardError", "SandboxClient", "__version__"]
+
+if TYPE_CHECKING:
+    from orchard.env.client import AsyncSandboxClient, SandboxClient
+    from orchard.env.errors import OrchardError
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy: importing `orchard` must not pull in an HTTP client (the zygote and the agent import from here).
+    if name in ("SandboxClient", "AsyncSandboxClient"):
+        from orchard.env import client
+
+        return getattr(client, name)
+    if name == "OrchardError":
+        from orchard.env.errors import OrchardError
+
+        return OrchardError
+    raise AttributeError(f"module 'orchard' has no attribute {name!r}")

@@ -1,0 +1,98 @@
+"""The agent's wire protocol: frames, operations and their fields. Standard library only.
+
+A frame is two unsigned 32-bit big-endian lengths, then a JSON header of the first length, then a raw payload
+of the second. Requests carry `id` (an integer unique on the connection) and `op`; the answer carries the same
+`id` and either `ok: true` with result fields, or `error: {code, detail, …}` with a code of the error table.
+Answers may come in any order. The first request must be `hello` with the sandbox's token; anything else
+closes the connection. Any number of connections may be open; a job belongs to the agent, not to one of them.
+
+Operations (→ answer fields; `+ payload` marks raw bytes):
+
+    hello     token                                   → version, pid, boot_id, jobs (count)
+    configure env {..}, working_dir, user             → (defaults of every later command; once, after create)
+    ping                                              → now
+    exec      job_id, command, timeout_s, grace_s, cwd, env, user, login_shell, stdin_size, stdin_open,
+              max_output_bytes, background, concurrent, wait, internal   + payload: stdin bytes
+              → job [+ payload: stdout then stderr when finished]
+              `wait: false` answers once accepted (status queued or running); `wait: true` when finished.
+              A known job_id attaches to that job instead of starting one (`attached: true`); another command
+              under the same id is `conflict`. `internal` jobs are not listed.
+    job       job_id, wait, timeout_s                 → job + payload as above; `wait_timeout` when it ends first
+    jobs                                              → jobs (no output)
+    cancel    job_id, reason                          → job; stops it like a timeout does (grace, then kill)
+    signal    job_id, signal (number)                 → (to every process of the job)
+    stdin     job_id, eof              + payload      → (waits for room: back-pressure)
+    read      path, offset, limit                     → size, mode, eof  + payload (at most 4 MiB)
+    write     path, upload, offset, last, mode        → size   + payload; chunks of one `upload` in order; the
+              file appears under its name, atomically, with the `last` one
+    abort     upload                                  → (drops the temporary file)
+    list      path                                    → path, files [{name, type, size, modified, mode, target}]
+    log                                               → lines
+    forget    job_id                                  → (frees a finished job's memory and spool)
+
+A `job` is: job_id, command, status (queued, running, succeeded, failed), exit_code, signal (name without SIG),
+created_at, started_at, completed_at (Unix seconds), duration_s, queue_s, timed_out, oom_killed, error,
+error_code (timeout, cancelled, command_not_found, infrastructure_error), stdout_bytes, stderr_bytes (true
+totals), stdout_truncated, stderr_truncated, stdout_size, stderr_size (lengths of the two parts of the payload).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+
+WIRE_VERSION = 1
+MAX_HEADER_BYTES = 16 << 20
+MAX_PAYLOAD_BYTES = 256 << 20
+CHUNK_BYTES = 4 << 20
+
+_LENGTHS = struct.Struct(">II")
+_encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+
+
+class WireError(Exception):
+    """The peer broke the protocol: the connection is closed."""
+
+
+def frame(header: dict, payload: bytes | memoryview = b"") -> bytes:  # type: ignore[type-arg]
+    """One frame as bytes."""
+    # Lone surrogates (from undecodable file names) survive as surrogatepass on both sides.
+    head = _encode(header).encode("utf-8", "surrogatepass")
+    return b"".join((_LENGTHS.pack(len(head), len(payload)), head, payload))
+
+
+class FrameReader:
+    """Cuts a byte stream into frames: `feed` bytes, iterate over what is complete."""
+
+    def __init__(self, max_header: int = MAX_HEADER_BYTES, max_payload: int = MAX_PAYLOAD_BYTES) -> None:
+        self._buffer = bytearray()
+        self._need = 8
+        self._max_header = max_header
+        self._max_payload = max_payload
+
+    def feed(self, data: bytes | memoryview) -> list[tuple[dict, bytes]]:  # type: ignore[type-arg]
+        """Frames completed by `data`, in order. Raises `WireError` on anything malformed or too large."""
+        buffer = self._buffer
+        buffer += data
+        frames = []
+        while len(buffer) >= self._need:
+            head_len, payload_len = _LENGTHS.unpack_from(buffer)
+            if head_len > self._max_header or payload_len > self._max_payload:
+                raise WireError("frame too large")
+            total = 8 + head_len + payload_len
+            if len(buffer) < total:
+                self._need = total
+                break
+            with memoryview(buffer) as view:
+                head = bytes(view[8 : 8 + head_len])
+                payload = bytes(view[8 + head_len : total])
+            del buffer[:total]
+            self._need = 8
+            try:
+                header = json.loads(head.decode("utf-8", "surrogatepass"))
+            except (ValueError, RecursionError) as error:
+                raise WireError(f"header is not JSON: {error}") from None
+            if not isinstance(header, dict):
+                raise WireError("header is not an object")
+            frames.append((header, payload))
+        return frames

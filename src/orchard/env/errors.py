@@ -1,0 +1,282 @@
+"""Every error of the environment service, and its HTTP mapping, in one table.
+
+    OrchardError
+    ├── InvalidRequest            422  the request itself is wrong; nothing was done
+    │   ├── CwdNotFound           400  the working directory of a command does not exist
+    │   ├── UserNotFound          400  the user of a command does not exist in the image
+    │   ├── PathInvalid           400  a path is empty, escapes, or names something unusable
+    │   └── PatchToolMissing      400  neither git nor patch exists in the image
+    ├── Unauthorized              401  no key, or an unknown one
+    │   └── Forbidden             403  the key may not do this
+    ├── NotFound                  404
+    │   ├── SandboxNotFound       404  never seen (or not yours)
+    │   ├── SandboxDeleted        404  it was deleted on request
+    │   ├── SandboxFailed         404  it ended by itself: the reason says how
+    │   ├── JobNotFound           404
+    │   ├── ImageNotFound         404
+    │   └── FileMissing           404
+    ├── SandboxTimeout            408  a wait for a sandbox or job ended first
+    ├── Conflict                  409  the id is taken by something else
+    │   ├── SandboxNotReady       409
+    │   ├── LifetimeExceeded      409  a command longer than what is left of the sandbox
+    │   └── JobNotRunning         409
+    ├── TooLarge                  413
+    ├── QuotaExceeded             429
+    ├── Overloaded                503  try again after `retry_after_s`
+    ├── InfrastructureError       503  the service failed, not the command
+    │   ├── AgentUnreachable      503
+    │   ├── ConnectionFailed      503  (client side) no answer from the service
+    │   └── RuntimeRefused        503  the runtime cannot do this on this machine
+    ├── InternalError             500  a fault of ours
+    ├── CommandFailed                  (client side) `check=True` and a non-zero exit
+    └── CommandTimeout                 (client side) `check=True` and a time-out
+
+`retryable` says that the same request may succeed later. `infra` says that the failure is one of
+infrastructure: a caller that computes rewards must treat the attempt as invalid, never as a reward of 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class OrchardError(Exception):
+    """Base of all errors. `detail` says what was wrong and what to do about it.
+
+    Attributes:
+        code: stable machine-readable name, the `code` of the JSON body.
+        http_status: the status of the HTTP answer that carries it.
+        retryable: the same request may succeed later.
+        infra: a failure of infrastructure, not of the caller's command.
+        retry_after_s: seconds after which to retry, where known.
+        reason: why a sandbox ended (`ttl`, `heartbeat`, `oom`, …), where it did.
+        extra: further fields of the JSON body (such as the `death` record).
+    """
+
+    code: ClassVar[str] = "error"
+    http_status: ClassVar[int] = 500
+    retryable: bool = False
+    infra: bool = False
+
+    def __init__(
+        self,
+        detail: str,
+        *,
+        reason: str | None = None,
+        retry_after_s: float | None = None,
+        request_id: str | None = None,
+        **extra: Any,
+    ) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+        self.request_id = request_id
+        self.extra = extra
+
+    def body(self, request_id: str | None = None) -> dict[str, Any]:
+        """The JSON body: `{detail, code, retryable, infra, request_id, …}`."""
+        body: dict[str, Any] = {
+            "detail": self.detail,
+            "code": self.code,
+            "retryable": self.retryable,
+            "infra": self.infra,
+            "request_id": request_id or self.request_id,
+        }
+        if self.reason is not None:
+            body["reason"] = self.reason
+        if self.retry_after_s is not None:
+            body["retry_after_s"] = self.retry_after_s
+        body.update(self.extra)
+        return body
+
+
+class InvalidRequest(OrchardError, ValueError):
+    code = "invalid_request"
+    http_status = 422
+
+
+class CwdNotFound(InvalidRequest):
+    code = "cwd_not_found"
+    http_status = 400
+
+
+class UserNotFound(InvalidRequest):
+    code = "user_not_found"
+    http_status = 400
+
+
+class PathInvalid(InvalidRequest):
+    code = "path_invalid"
+    http_status = 400
+
+
+class PatchToolMissing(InvalidRequest):
+    code = "patch_tool_missing"
+    http_status = 400
+
+
+class Unauthorized(OrchardError, PermissionError):
+    code = "unauthorized"
+    http_status = 401
+
+
+class Forbidden(Unauthorized):
+    code = "forbidden"
+    http_status = 403
+
+
+class NotFound(OrchardError, LookupError):
+    code = "not_found"
+    http_status = 404
+
+
+class SandboxNotFound(NotFound):
+    code = "sandbox_not_found"
+
+
+class SandboxDeleted(SandboxNotFound):
+    code = "sandbox_deleted"
+
+
+class SandboxFailed(SandboxNotFound):
+    """The sandbox ended by itself, or never started; `reason` names why, `death` holds the record."""
+
+    code = "sandbox_dead"
+    infra = True
+
+
+class JobNotFound(NotFound):
+    code = "job_not_found"
+
+
+class ImageNotFound(NotFound):
+    code = "image_not_found"
+
+
+class FileMissing(NotFound, FileNotFoundError):
+    code = "file_not_found"
+
+
+class SandboxTimeout(OrchardError, TimeoutError):
+    """A wait ended before the sandbox was ready or the job finished; neither was changed."""
+
+    code = "wait_timeout"
+    http_status = 408
+    retryable = True
+
+
+class Conflict(OrchardError):
+    code = "conflict"
+    http_status = 409
+
+
+class SandboxNotReady(Conflict):
+    code = "sandbox_not_ready"
+    retryable = True
+
+
+class LifetimeExceeded(Conflict):
+    code = "lifetime_exceeded"
+
+
+class JobNotRunning(Conflict):
+    code = "job_not_running"
+
+
+class TooLarge(OrchardError):
+    code = "too_large"
+    http_status = 413
+
+
+class QuotaExceeded(OrchardError):
+    code = "quota_exceeded"
+    http_status = 429
+    retryable = True
+
+
+class Overloaded(OrchardError):
+    code = "overloaded"
+    http_status = 503
+    retryable = True
+    infra = True
+
+
+class InfrastructureError(OrchardError):
+    code = "infrastructure_error"
+    http_status = 503
+    retryable = True
+    infra = True
+
+
+class AgentUnreachable(InfrastructureError):
+    code = "agent_unreachable"
+
+
+class ConnectionFailed(InfrastructureError, ConnectionError):
+    code = "connection_failed"
+
+
+class RuntimeRefused(InfrastructureError):
+    """The runtime cannot do what was asked on this machine; retrying will not help."""
+
+    code = "runtime_refused"
+    retryable = False
+
+
+class InternalError(OrchardError):
+    code = "internal_error"
+    http_status = 500
+    infra = True
+
+
+class CommandFailed(OrchardError):
+    """Raised by the client for `check=True` when a command did not exit with 0; `job` is the result."""
+
+    code = "command_failed"
+
+    def __init__(self, detail: str, *, job: Any = None, **extra: Any) -> None:
+        super().__init__(detail, **extra)
+        self.job = job
+
+
+class CommandTimeout(CommandFailed, TimeoutError):
+    """Raised by the client for `check=True` when a command ran into its timeout; `job` is the result."""
+
+    code = "command_timeout"
+
+
+def _subclasses(cls: type[OrchardError]) -> list[type[OrchardError]]:
+    found = [cls]
+    for sub in cls.__subclasses__():
+        found.extend(_subclasses(sub))
+    return found
+
+
+#: code → class: the one table, used by the service to answer and by the client to raise.
+BY_CODE: dict[str, type[OrchardError]] = {cls.code: cls for cls in _subclasses(OrchardError)}
+
+_BY_STATUS: dict[int, type[OrchardError]] = {
+    400: InvalidRequest, 401: Unauthorized, 403: Forbidden, 404: NotFound, 408: SandboxTimeout,
+    409: Conflict, 413: TooLarge, 422: InvalidRequest, 429: QuotaExceeded, 503: Overloaded,
+}  # fmt: skip
+
+_KNOWN = {"detail", "code", "retryable", "infra", "request_id", "reason", "retry_after_s"}
+
+
+def from_body(status: int, body: dict[str, Any]) -> OrchardError:
+    """The error that a JSON body and HTTP status stand for; unknown codes map by status."""
+    cls = BY_CODE.get(str(body.get("code")), _BY_STATUS.get(status, InfrastructureError if status >= 500 else InvalidRequest))
+    error = cls(
+        str(body.get("detail", f"HTTP {status}")),
+        reason=body.get("reason"),
+        retry_after_s=body.get("retry_after_s"),
+        request_id=body.get("request_id"),
+        **{k: v for k, v in body.items() if k not in _KNOWN},
+    )
+    # The server knows best: an instance may differ from its class (a refused quota that will never fit).
+    if isinstance(body.get("retryable"), bool):
+        error.retryable = body["retryable"]
+    if isinstance(body.get("infra"), bool):
+        error.infra = body["infra"]
+    return error
