@@ -1,0 +1,57 @@
+# `make demo` and `make test` are the two commands to know; everything they need is set up on the way.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+# Worker processes of the test run.
+JOBS ?= 2
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help demo test lint bench docs clean
+
+help:
+	@echo 'make demo    test-suites of three real projects in 16 parallel sandboxes'
+	@echo 'make test    every test'
+	@echo 'make lint    ruff, mypy, import contracts'
+	@echo 'make bench   measurements, side by side with other tools, to benchmarks/results/'
+	@echo 'make docs    write the generated pages of docs/reference/ anew'
+	@echo 'make clean   remove everything that these commands made'
+
+# The stamp makes set-up a one-time step, repeated when the metadata changes.
+$(STAMP): pyproject.toml scripts/make-venv.sh
+	@scripts/make-venv.sh $(VENV)
+
+demo: $(STAMP)
+	@scripts/system-packages.sh nft:nftables
+	@$(BIN)/python examples/demo/main.py
+
+test: $(STAMP)
+	@scripts/system-packages.sh nft:nftables busybox:busybox-static git:git patch:patch
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
+
+# All four run even if one fails, so that one look shows everything.
+lint: $(STAMP)
+	@failed=0; \
+	$(BIN)/ruff check . || failed=1; \
+	$(BIN)/ruff format --check . || failed=1; \
+	$(BIN)/mypy || failed=1; \
+	$(BIN)/lint-imports || failed=1; \
+	exit $$failed
+
+bench: $(STAMP)
+	@scripts/system-packages.sh nft:nftables busybox:busybox-static bwrap:bubblewrap crun:crun
+	@$(BIN)/python -m benchmarks
+
+docs: $(STAMP)
+	@$(BIN)/python scripts/rest_reference.py docs/reference/rest-api.md
+
+clean:
+	rm -rf $(VENV) .venv-swerex .demo build dist
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
