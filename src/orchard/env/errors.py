@@ -5,7 +5,8 @@
     │   ├── CwdNotFound           400  the working directory of a command does not exist
     │   ├── UserNotFound          400  the user of a command does not exist in the image
     │   ├── PathInvalid           400  a path is empty, escapes, or names something unusable
-    │   └── PatchToolMissing      400  neither git nor patch exists in the image
+    │   ├── PatchToolMissing      400  neither git nor patch exists in the image
+    │   └── ImageInvalid          422  an image archive is damaged, hostile or for another machine
     ├── Unauthorized              401  no key, or an unknown one
     │   └── Forbidden             403  the key may not do this
     ├── NotFound                  404
@@ -22,6 +23,7 @@
     │   └── JobNotRunning         409
     ├── TooLarge                  413
     ├── QuotaExceeded             429
+    ├── DiskFull                  507  the sandbox's disk limit, or the machine's disk
     ├── Overloaded                503  try again after `retry_after_s`
     ├── InfrastructureError       503  the service failed, not the command
     │   ├── AgentUnreachable      503
@@ -116,6 +118,10 @@ class PatchToolMissing(InvalidRequest):
     http_status = 400
 
 
+class ImageInvalid(InvalidRequest):
+    code = "image_invalid"
+
+
 class Unauthorized(OrchardError, PermissionError):
     code = "unauthorized"
     http_status = 401
@@ -195,6 +201,11 @@ class QuotaExceeded(OrchardError):
     retryable = True
 
 
+class DiskFull(OrchardError):
+    code = "disk_full"
+    http_status = 507
+
+
 class Overloaded(OrchardError):
     code = "overloaded"
     http_status = 503
@@ -258,7 +269,7 @@ BY_CODE: dict[str, type[OrchardError]] = {cls.code: cls for cls in _subclasses(O
 
 _BY_STATUS: dict[int, type[OrchardError]] = {
     400: InvalidRequest, 401: Unauthorized, 403: Forbidden, 404: NotFound, 408: SandboxTimeout,
-    409: Conflict, 413: TooLarge, 422: InvalidRequest, 429: QuotaExceeded, 503: Overloaded,
+    409: Conflict, 413: TooLarge, 422: InvalidRequest, 429: QuotaExceeded, 503: Overloaded, 507: DiskFull,
 }  # fmt: skip
 
 _KNOWN = {"detail", "code", "retryable", "infra", "request_id", "reason", "retry_after_s"}
