@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml scripts/make-venv.sh
 
 demo: $(STAMP)
 	@scripts/system-packages.sh nft:nftables
-	@$(BIN)/python examples/demo/main.py
+	@$(BIN)/python -m examples.demo
 
 test: $(STAMP)
 	@scripts/system-packages.sh nft:nftables busybox:busybox-static git:git patch:patch
