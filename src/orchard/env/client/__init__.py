@@ -1,0 +1,37 @@
+"""The SDK: `AsyncSandboxClient` and `SandboxClient`, the same names and meanings in both.
+
+    from orchard.env.client import SandboxClient
+
+    with SandboxClient() as client, client.create("host") as sandbox:
+        print(sandbox.exec("echo hello").stdout)
+
+Needs no server dependency.
+"""
+
+from orchard.env.client.aio import (
+    AsyncCommandHandle,
+    AsyncCommands,
+    AsyncFiles,
+    AsyncSandbox,
+    AsyncSandboxClient,
+)
+from orchard.env.client.results import JobResult
+from orchard.env.client.retry import RetryPolicy
+from orchard.env.client.settings import ClientSettings
+from orchard.env.client.sync import CommandHandle, Commands, Files, Sandbox, SandboxClient
+
+__all__ = [
+    "AsyncCommandHandle",
+    "AsyncCommands",
+    "AsyncFiles",
+    "AsyncSandbox",
+    "AsyncSandboxClient",
+    "ClientSettings",
+    "CommandHandle",
+    "Commands",
+    "Files",
+    "JobResult",
+    "RetryPolicy",
+    "Sandbox",
+    "SandboxClient",
+]

@@ -1,0 +1,8 @@
+"""The asynchronous client: the only hand-written one. `orchard.env.client.sync` is generated from it."""
+
+from orchard.env.client.aio.client import AsyncSandboxClient
+from orchard.env.client.aio.commands import AsyncCommandHandle, AsyncCommands
+from orchard.env.client.aio.files import AsyncFiles
+from orchard.env.client.aio.sandbox import AsyncSandbox
+
+__all__ = ["AsyncCommandHandle", "AsyncCommands", "AsyncFiles", "AsyncSandbox", "AsyncSandboxClient"]

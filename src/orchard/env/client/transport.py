@@ -1,0 +1,296 @@
+"""HTTP to the service: connections, time limits, retries, and errors as types. The only user of aiohttp.
+
+A request is sent again only after a connection error or a 503, and only where a repeat does no harm (see
+`Repeat`). A 502 or 504 that a gateway wrote is a connection error one hop further on: our service sends
+neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any, TypeVar
+from urllib.parse import quote, urlencode
+
+import aiohttp
+from pydantic import BaseModel, ValidationError
+from yarl import URL
+
+from orchard.env.client.retry import Backoff, parse_retry_after
+from orchard.env.client.settings import ClientSettings
+from orchard.env.contract import API_VERSION, KEY_HEADER, VERSION_HEADER
+from orchard.env.errors import (
+    ConnectionFailed,
+    InfrastructureError,
+    InvalidRequest,
+    OrchardError,
+    Overloaded,
+    from_body,
+)
+
+#: Shorter than any server keeps an idle connection (ours: 120 s), so that none is reused as it closes.
+_KEEPALIVE_S = 55.0
+#: Descriptors left to the rest of the program.
+_SPARE_DESCRIPTORS = 128
+_GATEWAY_STATUS = (502, 504)
+#: As `silence_s`: the service may be silent for as long as it likes.
+FOREVER = float("inf")
+
+Answer = TypeVar("Answer", bound=BaseModel)
+Query = Sequence[tuple[str, str]]
+
+
+class Repeat(Enum):
+    """Whether a request may be sent again when it is unknown if the first one arrived."""
+
+    #: A repeat changes nothing: reads, deletions, and whatever carries an id that the client chose.
+    SAFE = "safe"
+    #: A repeat could do it twice (input, signals, patches): only when it surely never arrived.
+    UNSENT_ONLY = "unsent_only"
+
+
+class _Lost(Exception):  # noqa: N818 - internal, becomes ConnectionFailed
+    """No usable answer. `unsent`: the request surely never reached the service."""
+
+    def __init__(self, detail: str, *, unsent: bool = False, final: bool = False) -> None:
+        super().__init__(detail)
+        self.unsent = unsent
+        self.final = final
+
+
+def path_of(*segments: str) -> str:
+    """A URL path from raw segments: each is quoted."""
+    return "".join("/" + quote(segment, safe="") for segment in segments)
+
+
+def build(model: type[Answer], **fields: Any) -> Answer:
+    """A request model from keyword arguments; None means not given. Raises `InvalidRequest`."""
+    try:
+        return model(**{name: value for name, value in fields.items() if value is not None})
+    except ValidationError as error:
+        raise InvalidRequest(_readable(error)) from None
+
+
+def encode(request: BaseModel) -> bytes:
+    """A request model as JSON. Raises `InvalidRequest` for text that is not Unicode."""
+    try:
+        return request.model_dump_json(exclude_none=True).encode()
+    except ValueError as error:
+        hint = "text must be valid Unicode; pass other bytes through a file"
+        raise InvalidRequest(f"{hint}: {error}") from None
+
+
+def _readable(error: ValidationError) -> str:
+    parts = []
+    for problem in error.errors(include_url=False, include_context=False):
+        where = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("function-"))
+        parts.append(f"{where}: {problem['msg'].removeprefix('Value error, ')}" if where else problem["msg"])
+    return "; ".join(dict.fromkeys(parts))
+
+
+def _connection_limit() -> int:
+    """As many connections as the descriptor limit allows: beyond it requests queue instead of failing."""
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return 0
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 0 if soft == resource.RLIM_INFINITY else max(32, soft - _SPARE_DESCRIPTORS)
+
+
+def _make_immortal(thing: object) -> None:
+    """Keep `thing` from ever being finalised.
+
+    A child of fork shares its parent's sockets and epoll instance: finalising the inherited session would
+    unregister the parent's live connections.
+    """
+    import ctypes
+
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+class Transport:
+    """Requests to one service, from any number of tasks at once.
+
+    Follows its user across event loops and forks: a session belongs to one process and one loop, and another
+    is opened where the old one cannot be used.
+    """
+
+    def __init__(self, settings: ClientSettings) -> None:
+        self.settings = settings
+        self._session: aiohttp.ClientSession | None = None
+        self._home: tuple[int, asyncio.AbstractEventLoop] | None = None
+        self._answered = False
+        self._warned = False
+        self._closed = False
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        answer: type[Answer],
+        *,
+        body: bytes | None = None,
+        query: Query = (),
+        repeat: Repeat = Repeat.SAFE,
+        silence_s: float | None = None,
+    ) -> Answer:
+        """One logical request, parsed. See `request`."""
+        raw = await self.request(method, path, body=body, query=query, repeat=repeat, silence_s=silence_s)
+        try:
+            return answer.model_validate_json(raw)
+        except ValidationError as error:
+            raise InfrastructureError(
+                f"{self.settings.base_url}{path} gave an answer that this client does not understand"
+                f" (is it an Orchard service of version {API_VERSION}?): {_readable(error)[:400]}"
+            ) from None
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None = None,
+        query: Query = (),
+        repeat: Repeat = Repeat.SAFE,
+        silence_s: float | None = None,
+    ) -> bytes:
+        """One logical request, sent again after connection errors and 503 as far as `repeat` allows.
+
+        silence_s: how long the service may say nothing (default: `request_timeout_s`).
+        Raises the typed error of the answer, or `ConnectionFailed` (its `extra["sent"]` is false when the
+        request surely never reached the service).
+        """
+        backoff = Backoff(self.settings.retry)
+        while True:
+            error: OrchardError
+            first_contact = False
+            try:
+                return await self._attempt(method, path, body, query, silence_s)
+            except _Lost as lost:
+                first_contact = lost.unsent and not self._answered
+                again = not lost.final and (lost.unsent or repeat is Repeat.SAFE)
+                error = ConnectionFailed(self._lost_detail(str(lost)), sent=not lost.unsent)
+                error.__cause__ = lost.__cause__
+            except OrchardError as answer:
+                # An overloaded service has refused before doing anything: always safe.
+                harmless = repeat is Repeat.SAFE or isinstance(answer, Overloaded)
+                again = answer.http_status == 503 and answer.retryable and harmless
+                error = answer
+            pause_s = backoff.pause_s(error.retry_after_s, first_contact=first_contact) if again else None
+            if pause_s is None:
+                raise error
+            await asyncio.sleep(pause_s)
+
+    async def close(self) -> None:
+        """Close the connections. Repeating is fine; a later request raises `ConnectionFailed`."""
+        self._closed = True
+        session, home = self._session, self._home
+        self._session = self._home = None
+        if session is not None and home == (os.getpid(), asyncio.get_running_loop()):
+            await session.close()
+        elif session is not None and home is not None:
+            self._abandon(session, home)
+
+    async def _attempt(
+        self, method: str, path: str, body: bytes | None, query: Query, silence_s: float | None
+    ) -> bytes:
+        url = URL(self.settings.base_url + path + ("?" + urlencode(query) if query else ""), encoded=True)
+        if silence_s is None:
+            silence_s = self.settings.request_timeout_s
+        timeout = aiohttp.ClientTimeout(
+            total=None,
+            sock_connect=self.settings.connect_timeout_s,
+            sock_read=None if silence_s == FOREVER else silence_s,
+        )
+        headers = {"Content-Type": "application/json"} if body is not None else None
+        try:
+            async with self._open_session().request(
+                method, url, data=body, headers=headers, timeout=timeout, allow_redirects=False
+            ) as response:
+                raw = await response.read()
+        except aiohttp.ClientSSLError as error:
+            raise _Lost(f"TLS failed: {error}", unsent=True, final=True) from error
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise _Lost(str(error) or "connecting timed out", unsent=True) from error
+        except aiohttp.InvalidURL as error:
+            raise InvalidRequest(f"invalid base_url {self.settings.base_url!r}: {error}") from None
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            reason = str(error) or type(error).__name__
+            raise _Lost(f"the connection was lost before the answer ({reason})") from error
+        self._answered = True
+        self._check_version(response.headers)
+        if response.status < 300:
+            return raw
+        raise self._error_of(response.status, response.headers, raw)
+
+    def _error_of(self, status: int, headers: Mapping[str, str], raw: bytes) -> Exception:
+        try:
+            body = json.loads(raw)
+        except ValueError:
+            body = None
+        if not isinstance(body, dict) or "detail" not in body:
+            if status in _GATEWAY_STATUS:
+                return _Lost(f"a gateway answered {status}: it lost its connection to the service")
+            text = raw[:200].decode("utf-8", "replace").strip()
+            hint = "" if status == 503 else f"; is {self.settings.base_url} an Orchard service?"
+            body = {"detail": f"HTTP {status} {text}{hint}"}
+        error = from_body(status, body)
+        header_s = parse_retry_after(headers.get("Retry-After"))
+        if header_s is not None:
+            error.retry_after_s = header_s
+        return error
+
+    def _check_version(self, headers: Mapping[str, str]) -> None:
+        theirs = headers.get(VERSION_HEADER)
+        if theirs is None or self._warned:
+            return
+        if theirs.split(".")[0] != API_VERSION.split(".")[0]:
+            self._warned = True
+            warnings.warn(
+                f"the service at {self.settings.base_url} speaks version {theirs} of the contract and this"
+                f" client {API_VERSION}: install the release of orchard-agents that matches the service",
+                stacklevel=4,
+            )
+
+    def _lost_detail(self, reason: str) -> str:
+        if self._answered:
+            return f"no answer from {self.settings.base_url}: {reason}"
+        return (
+            f"no service answers at {self.settings.base_url}: {reason}."
+            " Start one with `orchard serve`, or set ORCHARD_BASE_URL"
+        )
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._closed:
+            raise _Lost("this client was closed", unsent=True, final=True)
+        home = (os.getpid(), asyncio.get_running_loop())
+        if self._session is not None and self._home == home:
+            return self._session
+        if self._session is not None and self._home is not None:
+            self._abandon(self._session, self._home)
+        key = self.settings.api_key
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                limit=_connection_limit(), keepalive_timeout=_KEEPALIVE_S, ttl_dns_cache=300
+            ),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers={"Accept": "application/json", **({KEY_HEADER: key} if key else {})},
+        )
+        self._home = home
+        return self._session
+
+    @staticmethod
+    def _abandon(session: aiohttp.ClientSession, home: tuple[int, asyncio.AbstractEventLoop]) -> None:
+        if home[0] != os.getpid():
+            _make_immortal(session)
+        elif not home[1].is_closed():
+            home[1].call_soon_threadsafe(lambda: home[1].create_task(session.close()))
+        elif session.connector is not None:
+            # Its loop is gone: nothing to await, only descriptors to give back.
+            session.connector.close()
+            session.detach()
