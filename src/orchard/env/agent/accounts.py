@@ -1,0 +1,99 @@
+"""Users and groups of the image, read from its own files.
+
+`pwd` and `grp` would dlopen the image's libnss modules into the agent: they are never used.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+_MAX_FILE_BYTES = 4 << 20
+
+
+class UnknownUser(Exception):
+    """No such user or group in the image."""
+
+
+@dataclass(frozen=True)
+class Account:
+    """A resolved user: numeric ids, supplementary groups, name, home and login shell."""
+
+    uid: int
+    gid: int
+    groups: tuple[int, ...]
+    name: str
+    home: str
+    shell: str = ""
+
+
+def _lines(path: str) -> list[list[str]]:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return []
+    try:
+        data = os.read(fd, _MAX_FILE_BYTES)
+    except OSError:
+        return []
+    finally:
+        os.close(fd)
+    return [line.split(":") for line in data.decode("utf-8", "surrogateescape").splitlines()]
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 10 else None
+
+
+def lookup(user: str) -> Account:
+    """The account for `name`, `uid`, `name:group` or `uid:gid`. Raises `UnknownUser`.
+
+    A numeric uid without an entry is allowed, as in `docker run --user`.
+    """
+    who, _, group = user.partition(":")
+    uid = _number(who)
+    entry = None
+    for fields in _lines("/etc/passwd"):
+        if len(fields) >= 7 and (fields[0] == who or (uid is not None and _number(fields[2]) == uid)):
+            entry = fields
+            break
+    if entry is None and uid is None:
+        if who != "root":
+            raise UnknownUser(f"user {who!r} is not in the image's /etc/passwd; use a numeric uid or create the user")
+        uid = 0
+    if entry is not None:
+        uid = _number(entry[2])
+        gid = _number(entry[3])
+        name, home, shell = entry[0], entry[5] or "/", entry[6].strip()
+    else:
+        gid, name, home, shell = (0, "root", "/root", "") if uid == 0 else (0, who, "/", "")
+    if uid is None or gid is None or uid > 65535 or gid > 65535:
+        raise UnknownUser(f"user {who!r}: ids must be numbers from 0 to 65535")
+    groups = {gid}
+    if group:
+        gid = _group(group)
+        groups = {gid}
+    else:
+        groups.update(_memberships(name))
+    return Account(uid, gid, tuple(sorted(groups)), name, home, shell)
+
+
+def _group(group: str) -> int:
+    number = _number(group)
+    for fields in _lines("/etc/group"):
+        if len(fields) >= 3 and fields[0] == group:
+            number = _number(fields[2])
+            break
+    if number is None or number > 65535:
+        raise UnknownUser(f"group {group!r} is not in the image's /etc/group; use a numeric gid from 0 to 65535")
+    return number
+
+
+def _memberships(name: str) -> list[int]:
+    found = []
+    for fields in _lines("/etc/group"):
+        if len(fields) >= 4 and name in fields[3].strip().split(","):
+            gid = _number(fields[2])
+            if gid is not None and gid <= 65535:
+                found.append(gid)
+    return found

@@ -1,0 +1,309 @@
+"""The agent itself: connections, authentication and the operations of the wire protocol."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+
+# hmac would bring all of OpenSSL into every sandbox; this is the function it uses.
+from _operator import _compare_digest
+from typing import Any
+
+from orchard.env.agent.containment import Containment
+from orchard.env.agent.files import Files
+from orchard.env.agent.jobs import AgentError, Defaults, Job, JobSpec, JobTable
+from orchard.env.agent.loop import READ, WRITE, Loop
+from orchard.env.agent.wire import CHUNK_BYTES, WIRE_VERSION, FrameReader, WireError, frame
+
+_RECEIVE_BYTES = 1 << 18
+_LOG_LINES = 200
+#: A connection whose peer stops reading is dropped at this much unsent output: the jobs stay.
+_UNSENT_CAP = 512 << 20
+
+
+class Connection:
+    """One peer. Until `hello` brought the token, nothing but `hello` is understood."""
+
+    def __init__(self, agent: Agent, sock: socket.socket) -> None:
+        self._agent = agent
+        self._sock = sock
+        self._fd = sock.fileno()
+        self._reader = FrameReader(max_header=64 << 10, max_payload=0)
+        self._unsent: deque[memoryview] = deque()
+        self._unsent_bytes = 0
+        self._writing = False
+        self.authenticated = False
+        self.closed = False
+
+    def start(self) -> None:
+        self._agent.loop.watch(self._fd, READ, self._ready)
+
+    def _ready(self, events: int) -> None:
+        if events & WRITE & ~READ:
+            self._flush()
+        if events & READ and not self.closed:
+            self._receive()
+
+    def _receive(self) -> None:
+        try:
+            data = self._sock.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.close()
+            return
+        try:
+            for header, payload in self._reader.feed(data):
+                if not self.closed:
+                    self._handle(header, payload)
+        except WireError as error:
+            self._agent.log(f"connection closed: {error}")
+            self.close()
+
+    def _handle(self, header: dict[str, Any], payload: bytes) -> None:
+        request_id = header.get("id")
+        if not self.authenticated:
+            if header.get("op") != "hello" or not self._agent.token_matches(header.get("token")):
+                self.send({"id": request_id, "error": {"code": "unauthorized", "detail": "the first frame must be hello with the sandbox's token"}})
+                self.close()
+                return
+            self.authenticated = True
+            self._reader = FrameReader()
+            self.send({"id": request_id, "ok": True, **self._agent.hello()})
+            return
+
+        def answer(result: dict[str, Any], body: bytes = b"") -> None:
+            self.send({"id": request_id, "ok": True, **result}, body)
+
+        def fail(error: AgentError) -> None:
+            self.send({"id": request_id, "error": {"code": error.code, "detail": error.detail, **error.extra}})
+
+        try:
+            self._agent.dispatch(header, payload, answer, fail)
+        except AgentError as error:
+            fail(error)
+        except UnicodeEncodeError:
+            fail(AgentError("invalid_request", "text holds characters that are not encodable as UTF-8"))
+        except (KeyError, TypeError, ValueError) as error:
+            fail(AgentError("invalid_request", f"{type(error).__name__}: {error}"))
+        except OSError as error:
+            fail(AgentError("infrastructure_error", f"the agent could not do it: {error}"))
+
+    def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
+        if self.closed:
+            return
+        data = memoryview(frame(header, payload))
+        if not self._unsent:
+            try:
+                sent = self._sock.send(data)
+            except BlockingIOError:
+                sent = 0
+            except OSError:
+                self.close()
+                return
+            if sent == len(data):
+                return
+            data = data[sent:]
+        self._unsent.append(data)
+        self._unsent_bytes += len(data)
+        if self._unsent_bytes > _UNSENT_CAP:
+            self._agent.log("connection closed: its peer does not read")
+            self.close()
+        elif not self._writing:
+            self._writing = True
+            self._agent.loop.watch(self._fd, READ | WRITE, self._ready)
+
+    def _flush(self) -> None:
+        try:
+            while self._unsent:
+                sent = self._sock.send(self._unsent[0])
+                self._unsent_bytes -= sent
+                if sent < len(self._unsent[0]):
+                    self._unsent[0] = self._unsent[0][sent:]
+                else:
+                    self._unsent.popleft()
+        except BlockingIOError:
+            return
+        except OSError:
+            self.close()
+            return
+        if self._writing:
+            self._writing = False
+            self._agent.loop.watch(self._fd, READ, self._ready)
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self._agent.loop.unwatch(self._fd)
+            self._sock.close()
+            self._unsent.clear()
+            self._agent.connections.discard(self)
+
+
+class Agent:
+    """Serves one sandbox until it is killed. `token`: what `hello` must bring; user code cannot read it."""
+
+    def __init__(self, listener: socket.socket, token: str, containment: Containment, null_fd: int) -> None:
+        self._listener = listener
+        self._token = token.encode()
+        self.loop = Loop(on_child=self._reap, on_error=self._report)
+        self._log_lines: deque[str] = deque(maxlen=_LOG_LINES)
+        self.defaults = Defaults()
+        self.files = Files()
+        self.jobs = JobTable(self.loop, containment, self.defaults, null_fd, self.log)
+        self.connections: set[Connection] = set()
+        self._boot_id = os.urandom(8).hex()
+        self._operations: dict[str, Callable[..., None]] = {
+            "exec": self._exec, "job": self._job, "jobs": self._list_jobs, "cancel": self._cancel,
+            "signal": self._signal, "stdin": self._stdin, "forget": self._forget, "read": self._read,
+            "write": self._write, "abort": self._abort, "list": self._list, "log": self._log_op,
+            "configure": self._configure, "ping": self._ping, "statvfs": self._statvfs,
+        }  # fmt: skip
+
+    def run(self) -> None:
+        self._listener.setblocking(False)
+        self.loop.watch(self._listener.fileno(), READ, self._accept)
+        self.log("agent started")
+        self.loop.run()
+
+    def log(self, message: str) -> None:
+        self._log_lines.append(f"{time.time():.3f} {message}")
+
+    def _report(self, error: BaseException) -> None:
+        self.log(f"internal error: {type(error).__name__}: {error}")
+
+    def _reap(self) -> None:
+        self.jobs.reap()
+
+    def _accept(self, _events: int) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            sock.setblocking(False)
+            connection = Connection(self, sock)
+            self.connections.add(connection)
+            connection.start()
+
+    def token_matches(self, token: Any) -> bool:
+        return isinstance(token, str) and _compare_digest(token.encode("utf-8", "replace"), self._token)
+
+    def hello(self) -> dict[str, Any]:
+        return {"version": WIRE_VERSION, "pid": os.getpid(), "boot_id": self._boot_id, "jobs": len(self.jobs.jobs)}
+
+    def dispatch(self, header: dict[str, Any], payload: bytes, answer: Callable[..., None], fail: Callable[[AgentError], None]) -> None:
+        operation = self._operations.get(header.get("op", ""))
+        if operation is None:
+            raise AgentError("invalid_request", f"unknown operation {header.get('op')!r}")
+        operation(header, payload, answer, fail)
+
+    # --------------------------------------------------------------------------------------------- commands
+
+    def _configure(self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any) -> None:
+        self.defaults.env.update(header.get("env") or {})
+        if header.get("working_dir"):
+            self.defaults.working_dir = self.files.base = header["working_dir"]
+        if header.get("user"):
+            self.defaults.user = header["user"]
+        answer({})
+
+    def _exec(self, header: dict[str, Any], payload: bytes, answer: Callable[..., None], fail: Any) -> None:
+        spec = JobSpec(
+            job_id=header["job_id"],
+            command=header["command"],
+            timeout_s=header.get("timeout_s"),
+            grace_s=header.get("grace_s") or 0.0,
+            cwd=header.get("cwd"),
+            env=header.get("env") or {},
+            user=header.get("user"),
+            login_shell=bool(header.get("login_shell")),
+            stdin=payload,
+            stdin_open=bool(header.get("stdin_open")),
+            max_output_bytes=header.get("max_output_bytes", 1 << 20),
+            background=bool(header.get("background")),
+            concurrent=bool(header.get("concurrent")),
+            internal=bool(header.get("internal")),
+        )
+        job, attached = self.jobs.submit(spec)
+        if header.get("wait") and not job.finished:
+            job.when_done(lambda job: self._answer_job(job, answer, attached))
+        else:
+            self._answer_job(job, answer, attached)
+
+    def _answer_job(self, job: Job, answer: Callable[..., None], attached: bool = False) -> None:
+        record, body = job.record(with_output=job.finished)
+        answer({"job": record, "attached": attached} if attached else {"job": record}, body)
+
+    def _job(self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], fail: Callable[[AgentError], None]) -> None:
+        job = self.jobs.get(header["job_id"])
+        if not header.get("wait") or job.finished:
+            self._answer_job(job, answer)
+            return
+
+        def done(job: Job) -> None:
+            if timer is not None:
+                timer.cancel()
+            self._answer_job(job, answer)
+
+        def expired() -> None:
+            job.forget_callback(done)
+            fail(AgentError("wait_timeout", f"job {job.spec.job_id} is still {job.status}"))
+
+        timeout_s = header.get("timeout_s")
+        timer = None if timeout_s is None else self.loop.after(timeout_s, expired)
+        job.when_done(done)
+
+    def _list_jobs(self, _header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any) -> None:
+        answer({"jobs": [job.record(with_output=False)[0] for job in self.jobs.jobs.values() if not job.spec.internal]})
+
+    def _cancel(self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any) -> None:
+        job = self.jobs.get(header["job_id"])
+        self.jobs.cancel(job, header.get("reason") or "cancelled")
+        job.when_done(lambda job: self._answer_job(job, answer))
+
+    def _signal(self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any) -> None:
+        self.jobs.send_signal(self.jobs.get(header["job_id"]), int(header["signal"]))
+        answer({})
+
+    def _stdin(self, header: dict[str, Any], payload: bytes, answer: Callable[..., None], _fail: Any) -> None:
+        self.jobs.write_stdin(self.jobs.get(header["job_id"]), payload, bool(header.get("eof")), lambda: answer({}))
+
+    def _forget(self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any) -> None:
+        self.jobs.forget(header["job_id"])
+        answer({})
+
+    # ------------------------------------------------------------------------------------------------ files
+
+    def _read(self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any) -> None:
+        info, data = self.files.read(header["path"], int(header.get("offset", 0)), int(header.get("limit", CHUNK_BYTES)))
+        answer(info, data)
+
+    def _write(self, header: dict[str, Any], payload: bytes, answer: Callable[..., None], _fail: Any) -> None:
+        mode = header.get("mode")
+        answer(self.files.write(header["path"], header["upload"], int(header.get("offset", 0)), payload,
+                                bool(header.get("last", True)), None if mode is None else int(mode) & 0o7777))  # fmt: skip
+
+    def _abort(self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any) -> None:
+        self.files.abort(header["upload"])
+        answer({})
+
+    def _list(self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any) -> None:
+        answer(self.files.list(header["path"]))
+
+    # ---------------------------------------------------------------------------------------------- looking
+
+    def _ping(self, _header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any) -> None:
+        answer({"now": time.time()})
+
+    def _log_op(self, _header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any) -> None:
+        answer({"lines": list(self._log_lines)})
+
+    def _statvfs(self, _header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any) -> None:
+        info = os.statvfs("/")
+        answer({"total_bytes": info.f_blocks * info.f_frsize, "free_bytes": info.f_bavail * info.f_frsize})

@@ -1,0 +1,152 @@
+"""Starting a command: which program, which environment, which user; without a copying fork where possible."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import _posixsubprocess
+from orchard.env.agent.accounts import Account
+
+DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+#: Where the real stderr of an interactive login shell waits while the shell starts (see `_login_argv`).
+_LATE_STDERR_FD = 198
+
+
+class SpawnError(Exception):
+    """The program could not be started; `number` is the errno, `stage` is "chdir", "exec" or "fork"."""
+
+    def __init__(self, number: int, stage: str, program: str) -> None:
+        super().__init__(f"{program}: {os.strerror(number)}")
+        self.number = number
+        self.stage = stage
+
+
+@dataclass(slots=True)
+class Command:
+    """What to execute: candidates of the program's path are tried in order."""
+
+    argv: list[bytes]
+    candidates: list[bytes]
+    late_stderr: bool = False
+
+
+def _executable(path: str) -> bool:
+    try:
+        return os.path.isfile(path) and os.access(path, os.X_OK)
+    except (OSError, ValueError):
+        return False
+
+
+def _shell(name: str) -> str | None:
+    for folder in ("/bin", "/usr/bin", "/usr/local/bin"):
+        path = f"{folder}/{name}"
+        if _executable(path):
+            return path
+    return None
+
+
+def _login_argv(command: str) -> tuple[list[str], bool]:
+    """Argv of a login shell that reads profile and bashrc, and whether stderr must be handed over late.
+
+    bashrc files return early in a shell that is not interactive, so bash is started interactive; what it says
+    at start ("no job control in this shell") goes to /dev/null, the command's own stderr does not.
+    """
+    bash = _shell("bash")
+    if bash is None:
+        shell = _shell("sh")
+        if shell is None:
+            raise SpawnError(errno.ENOENT, "exec", "sh")
+        return [shell, "-l", "-c", command], False
+    start = f"exec 2>&{_LATE_STDERR_FD} {_LATE_STDERR_FD}>&-; set +m; PS1=; unset PS1; trap - TERM\n"
+    return [bash, "-l", "-i", "-c", start + command], True
+
+
+def resolve(command: str | list[str], login_shell: bool, path: str) -> Command:
+    """The program for a command: a list is exact argv, a string goes to a shell. Raises `SpawnError`."""
+    late = False
+    if isinstance(command, str):
+        if login_shell:
+            argv, late = _login_argv(command)
+        else:
+            shell = _shell("bash") or _shell("sh")
+            if shell is None:
+                raise SpawnError(errno.ENOENT, "exec", "sh (this image has no shell: give the command as a list)")
+            argv = [shell, "-c", command]
+    elif login_shell:
+        # The environment of a login shell, then exactly this argv.
+        argv, late = _login_argv('exec "$@"')
+        argv += ["orchard", *command]
+    else:
+        argv = command
+    program = argv[0]
+    folders = [program] if "/" in program else [f"{folder or '.'}/{program}" for folder in path.split(":")]
+    return Command([_bytes(arg) for arg in argv], [_bytes(name) for name in folders], late)
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
+@cache
+def _error_kinds() -> dict[bytes, str]:
+    return {b"noexec": "chdir", b"noexec:chdir": "chdir", b"": "exec"}
+
+
+def spawn(
+    command: Command,
+    *,
+    env: Mapping[str, str],
+    cwd: str,
+    account: Account,
+    stdin_fd: int,
+    stdout_fd: int,
+    stderr_fd: int,
+    null_fd: int,
+) -> int:
+    """Start `command` in its own session; the pid. Raises `SpawnError`.
+
+    vfork is used for the agent's own user; another user needs a copying fork, in which the ids are set.
+    """
+    pass_fds: tuple[int, ...] = ()
+    start_stderr = stderr_fd
+    if command.late_stderr:
+        os.dup2(stderr_fd, _LATE_STDERR_FD, inheritable=False)
+        pass_fds = (_LATE_STDERR_FD,)
+        start_stderr = null_fd
+    same_user = account.uid == os.geteuid()
+    err_read, err_write = os.pipe2(os.O_CLOEXEC)
+    keep = tuple(sorted((err_write, *pass_fds)))
+    try:
+        try:
+            pid = _posixsubprocess.fork_exec(
+                command.argv, command.candidates, True, keep, _bytes(cwd),
+                [_bytes(f"{name}={value}") for name, value in env.items()],
+                stdin_fd, -1, -1, stdout_fd, -1, start_stderr, err_read, err_write,
+                True, True, -1,
+                None if same_user else account.gid,
+                None if same_user else list(account.groups),
+                None if same_user else account.uid,
+                0o022, None, True,
+            )  # fmt: skip
+        except OSError as error:
+            raise SpawnError(error.errno or errno.EAGAIN, "fork", os.fsdecode(command.argv[0])) from None
+        finally:
+            os.close(err_write)
+        report = os.read(err_read, 4096)
+    finally:
+        os.close(err_read)
+        if command.late_stderr:
+            os.close(_LATE_STDERR_FD)
+    if report:
+        # "OSError:<errno in hex>:<empty, or what failed before exec>"
+        os.waitpid(pid, 0)
+        parts = report.split(b":", 2)
+        number = int(parts[1] or b"0", 16) if len(parts) > 1 else errno.EIO
+        stage = _error_kinds().get(parts[2] if len(parts) > 2 else b"", "exec")
+        raise SpawnError(number, stage, cwd if stage == "chdir" else os.fsdecode(command.argv[0]))
+    return pid

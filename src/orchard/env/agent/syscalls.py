@@ -1,0 +1,63 @@
+"""The few system calls that the standard library does not offer, through ctypes.
+
+The library handle is opened at import, before any image is visible: nothing here may dlopen later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+
+# PyDLL keeps the interpreter lock: these calls do not block, and after a raw clone there must be no
+# second thread's lock to take back.
+_libc = ctypes.PyDLL(None, use_errno=True)
+_syscall = _libc.syscall
+_syscall.restype = ctypes.c_long
+
+SYS_OPENAT2 = 437
+SYS_CLOSE_RANGE = 436
+
+RESOLVE_NO_MAGICLINKS = 0x02
+RESOLVE_IN_ROOT = 0x10
+
+PR_SET_DUMPABLE = 4
+PR_SET_NAME = 15
+PR_CAPBSET_DROP = 24
+PR_SET_NO_NEW_PRIVS = 38
+
+
+def checked(result: int, what: str) -> int:
+    """`result`, or OSError from errno when it is negative."""
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+class _OpenHow(ctypes.Structure):
+    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
+
+
+def openat2(dir_fd: int, path: bytes, flags: int, mode: int = 0, resolve: int = 0) -> int:
+    """openat2(2): a descriptor, or OSError."""
+    how = _OpenHow(flags | os.O_CLOEXEC, mode, resolve)
+    while True:
+        fd = int(_syscall(SYS_OPENAT2, dir_fd, ctypes.c_char_p(path), ctypes.byref(how), ctypes.sizeof(how)))
+        if fd >= 0:
+            return fd
+        number = ctypes.get_errno()
+        # EAGAIN: a rename raced with the resolution; the kernel asks to try again.
+        if number not in (errno.EAGAIN, errno.EINTR):
+            raise OSError(number, os.strerror(number), os.fsdecode(path))
+
+
+def close_range(first: int, last: int = 0xFFFFFFFF) -> None:
+    """Close every descriptor from `first` to `last`."""
+    checked(_syscall(SYS_CLOSE_RANGE, first, last, 0), "close_range")
+
+
+def prctl(option: int, arg2: int | bytes = 0, arg3: int = 0) -> int:
+    """prctl(2) with integer arguments, or one byte string."""
+    second = ctypes.c_char_p(arg2) if isinstance(arg2, bytes) else ctypes.c_ulong(arg2)
+    return checked(_libc.prctl(option, second, ctypes.c_ulong(arg3), ctypes.c_ulong(0), ctypes.c_ulong(0)), "prctl")

@@ -1,0 +1,238 @@
+"""The sandboxes' control groups, on version 1, version 2 and the mixture of both.
+
+Layout, in every hierarchy: `orchard/<instance>/<sandbox>`. In version 2 the sandbox's group is the agent's
+home and `box` below it holds user code, one group per running command; limits sit on `box`, so that the agent
+is never throttled or killed by them. In version 1 the sandbox's own group holds user code and its limits, and
+the agent stays in the service's group.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+_V1_CONTROLLERS = ("memory", "pids", "cpu")
+_CPU_PERIOD_US = 100_000
+DEFAULT_PIDS = 2048
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one sandbox; sizes in bytes, cpu in cores, None is no limit."""
+
+    cpu_cores: float | None = None
+    memory_bytes: int | None = None
+    pids: int = DEFAULT_PIDS
+
+
+def _read(path: str) -> str | None:
+    try:
+        with open(path) as file:
+            return file.read().strip()
+    except OSError:
+        return None
+
+
+def _read_int(path: str) -> int | None:
+    text = _read(path)
+    # "max" and version 1's page-rounded 2⁶³ both mean no limit.
+    return int(text) if text is not None and text.isdigit() and int(text) < 1 << 62 else None
+
+
+def _write(path: str, text: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)
+
+
+def _field(text: str | None, name: str) -> int | None:
+    for line in (text or "").splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return None
+
+
+class Cgroups:
+    """The groups of one service instance. `detect` finds the hierarchies; nothing is made before `prepare`."""
+
+    def __init__(self, instance: str, v2_root: str, v1_roots: dict[str, str], v2_controllers: frozenset[str]) -> None:
+        self.instance = instance
+        self.v2_root = v2_root
+        self.v1_roots = v1_roots
+        self.v2_controllers = v2_controllers
+        self.v2 = f"{v2_root}/orchard/{instance}"
+        self.v1 = {name: f"{root}/orchard/{instance}" for name, root in v1_roots.items()}
+
+    @classmethod
+    def detect(cls, instance: str, mounts: str = "/proc/self/mounts") -> Cgroups:
+        """OSError if no version 2 hierarchy is mounted (it ends process trees and holds the commands)."""
+        v2_root, v1_roots = "", {}
+        for line in (_read(mounts) or "").splitlines():
+            _, target, kind, options = line.split(" ")[:4]
+            if kind == "cgroup2" and not v2_root:
+                v2_root = target
+            elif kind == "cgroup":
+                for name in _V1_CONTROLLERS:
+                    if name in options.split(","):
+                        v1_roots.setdefault(name, target)
+        if not v2_root:
+            raise OSError("no cgroup2 hierarchy is mounted; mount one: mount -t cgroup2 none /sys/fs/cgroup/unified")
+        v2 = frozenset((_read(f"{v2_root}/cgroup.controllers") or "").split())
+        return cls(instance, v2_root, {n: r for n, r in v1_roots.items() if n not in v2}, v2 & set(_V1_CONTROLLERS))
+
+    def enforced(self) -> set[str]:
+        """Which of cpu, memory and pids can be limited here."""
+        return set(self.v1_roots) | set(self.v2_controllers)
+
+    def prepare(self) -> None:
+        for path in (self.v2, *self.v1.values()):
+            os.makedirs(path, exist_ok=True)
+        if self.v2_controllers:
+            enable = " ".join(f"+{name}" for name in sorted(self.v2_controllers))
+            for folder in (self.v2_root, f"{self.v2_root}/orchard", self.v2):
+                _write(f"{folder}/cgroup.subtree_control", enable)
+
+    def create(self, sandbox_id: str, limits: Limits, owner_uid: int) -> None:
+        """Make the groups of a sandbox; `owner_uid` (its root) may make groups for commands in `box`."""
+        home = f"{self.v2}/{sandbox_id}"
+        os.mkdir(home)
+        box = f"{home}/box"
+        os.mkdir(box)
+        os.chown(box, owner_uid, owner_uid)
+        os.chown(f"{home}/cgroup.procs", owner_uid, owner_uid)
+        for name, root in self.v1.items():
+            if name == "cpu" and limits.cpu_cores is None:
+                continue
+            path = f"{root}/{sandbox_id}"
+            os.mkdir(path)
+            self._limit_v1(name, path, limits)
+        self._limit_v2(sandbox_id, limits)
+
+    def _limit_v1(self, name: str, path: str, limits: Limits) -> None:
+        if name == "memory" and limits.memory_bytes is not None:
+            _write(f"{path}/memory.limit_in_bytes", str(limits.memory_bytes))
+            swap = f"{path}/memory.memsw.limit_in_bytes"
+            if os.path.exists(swap):
+                _write(swap, str(limits.memory_bytes))
+        elif name == "pids":
+            _write(f"{path}/pids.max", str(limits.pids))
+        elif name == "cpu" and limits.cpu_cores is not None:
+            _write(f"{path}/cpu.cfs_period_us", str(_CPU_PERIOD_US))
+            _write(f"{path}/cpu.cfs_quota_us", str(max(1000, int(limits.cpu_cores * _CPU_PERIOD_US))))
+
+    def _limit_v2(self, sandbox_id: str, limits: Limits) -> None:
+        # Limits on `home` would bind the agent too, so the controllers are passed down to `box`.
+        if not self.v2_controllers:
+            return
+        home, box = f"{self.v2}/{sandbox_id}", f"{self.v2}/{sandbox_id}/box"
+        _write(f"{home}/cgroup.subtree_control", " ".join(f"+{name}" for name in sorted(self.v2_controllers)))
+        if "memory" in self.v2_controllers and limits.memory_bytes is not None:
+            _write(f"{box}/memory.max", str(limits.memory_bytes))
+            if os.path.exists(f"{box}/memory.swap.max"):
+                _write(f"{box}/memory.swap.max", "0")
+        if "pids" in self.v2_controllers:
+            _write(f"{box}/pids.max", str(limits.pids))
+        if "cpu" in self.v2_controllers and limits.cpu_cores is not None:
+            _write(f"{box}/cpu.max", f"{max(1000, int(limits.cpu_cores * _CPU_PERIOD_US))} {_CPU_PERIOD_US}")
+
+    def home_path(self, sandbox_id: str) -> str:
+        """The version 2 group that the agent is born into."""
+        home = f"{self.v2}/{sandbox_id}"
+        if self.v2_controllers:
+            # No processes beside children that are limited: the agent gets a leaf of its own.
+            home += "/agent"
+            os.makedirs(home, exist_ok=True)
+        return home
+
+    def own_v1(self, controller_root: str) -> str:
+        """This process' own group in the version 1 hierarchy that holds `controller_root`."""
+        for name, root in self.v1.items():
+            if controller_root.startswith(root):
+                for line in (_read("/proc/self/cgroup") or "").splitlines():
+                    _, controllers, path = line.split(":", 2)
+                    if name in controllers.split(","):
+                        return self.v1_roots[name] + path.rstrip("/")
+        raise OSError(f"no own group for {controller_root}")
+
+    def oom_file(self, sandbox_id: str) -> str | None:
+        if "memory" in self.v1:
+            return f"{self.v1['memory']}/{sandbox_id}/memory.oom_control"
+        if "memory" in self.v2_controllers:
+            return f"{self.v2}/{sandbox_id}/box/memory.events"
+        return None
+
+    # ------------------------------------------------------------------------------------ from the service
+
+    def sandboxes(self) -> set[str]:
+        """Ids that have a group in any hierarchy."""
+        found: set[str] = set()
+        for path in (self.v2, *self.v1.values()):
+            try:
+                found.update(entry.name for entry in os.scandir(path) if entry.is_dir())
+            except FileNotFoundError:
+                continue
+        return found
+
+    def kill(self, sandbox_id: str) -> None:
+        """SIGKILL everything in the sandbox, its agent included."""
+        try:
+            _write(f"{self.v2}/{sandbox_id}/cgroup.kill", "1")
+        except FileNotFoundError:
+            return
+
+    def empty(self, sandbox_id: str) -> bool:
+        events = _read(f"{self.v2}/{sandbox_id}/cgroup.events")
+        return events is None or "populated 0" in events
+
+    def remove(self, sandbox_id: str, patience_s: float = 2.0) -> None:
+        """Remove the sandbox's (empty) groups. OSError when one stays busy for longer than `patience_s`."""
+        deadline = time.monotonic() + patience_s
+        for root in (self.v2, *self.v1.values()):
+            path = f"{root}/{sandbox_id}"
+            while True:
+                try:
+                    self._remove_tree(path)
+                    break
+                except FileNotFoundError:
+                    break
+                except OSError:
+                    # The kernel lets go of the last dead task a moment after it was reaped.
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.002)
+
+    def _remove_tree(self, path: str) -> None:
+        try:
+            os.rmdir(path)
+        except OSError:
+            for entry in os.scandir(path):
+                if entry.is_dir(follow_symlinks=False):
+                    self._remove_tree(entry.path)
+            os.rmdir(path)
+
+    def peak_memory_bytes(self, sandbox_id: str) -> int | None:
+        if "memory" in self.v1:
+            return _read_int(f"{self.v1['memory']}/{sandbox_id}/memory.max_usage_in_bytes")
+        return _read_int(f"{self.v2}/{sandbox_id}/box/memory.peak")
+
+    def usage(self, sandbox_id: str) -> dict[str, Any]:
+        """The fields of `orchard.env.runtimes.base.Usage` that groups can tell."""
+        home, box = f"{self.v2}/{sandbox_id}", f"{self.v2}/{sandbox_id}/box"
+        usec = _field(_read(f"{home}/cpu.stat"), "usage_usec")
+        memory = f"{self.v1['memory']}/{sandbox_id}" if "memory" in self.v1 else ""
+        pids = f"{self.v1['pids']}/{sandbox_id}" if "pids" in self.v1 else box
+        oom_file = self.oom_file(sandbox_id)
+        return dict(
+            cpu_seconds=None if usec is None else usec / 1e6,
+            memory_bytes=_read_int(f"{memory}/memory.usage_in_bytes" if memory else f"{box}/memory.current"),
+            peak_memory_bytes=self.peak_memory_bytes(sandbox_id),
+            memory_limit_bytes=_read_int(f"{memory}/memory.limit_in_bytes" if memory else f"{box}/memory.max"),
+            pids=_read_int(f"{pids}/pids.current"),
+            pids_limit=_read_int(f"{pids}/pids.max"),
+            oom_kills=_field(_read(oom_file), "oom_kill") if oom_file else None,
+        )

@@ -1,0 +1,162 @@
+"""Linux system calls of the launcher: namespaces, the new mount interface, capabilities, resource limits.
+
+Numbers are those of the unified table (≥ 424), the same on every architecture, except where looked up.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+import struct
+
+from orchard.env.agent import syscalls
+from orchard.env.agent.syscalls import checked
+
+_libc = ctypes.PyDLL(None, use_errno=True)
+_syscall = _libc.syscall
+_syscall.restype = ctypes.c_long
+
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}.get(os.uname().machine, -1)
+_CAPSET = {"x86_64": 126, "aarch64": 91}.get(os.uname().machine, -1)
+_SECCOMP = {"x86_64": 317, "aarch64": 277}.get(os.uname().machine, -1)
+_OPEN_TREE, _MOVE_MOUNT, _FSOPEN, _FSCONFIG, _FSMOUNT = 428, 429, 430, 431, 432
+_CLONE3, _MOUNT_SETATTR = 435, 442
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+CLONE_INTO_CGROUP = 0x200000000
+
+AT_FDCWD = -100
+_AT_EMPTY_PATH = 0x1000
+_AT_RECURSIVE = 0x8000
+_OPEN_TREE_CLONE = 1
+_MOVE_MOUNT_F_EMPTY_PATH = 4
+_FSCONFIG_SET_FLAG, _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 0, 1, 6
+MOUNT_ATTR_RDONLY = 0x1
+MOUNT_ATTR_NOSUID = 0x2
+MOUNT_ATTR_NODEV = 0x4
+MOUNT_ATTR_NOEXEC = 0x8
+_MOUNT_ATTR_IDMAP = 0x00100000
+
+MS_REC = 0x4000
+MS_PRIVATE = 1 << 18
+MNT_DETACH = 2
+
+CAP_NAMES = (
+    "CHOWN DAC_OVERRIDE DAC_READ_SEARCH FOWNER FSETID KILL SETGID SETUID SETPCAP LINUX_IMMUTABLE "
+    "NET_BIND_SERVICE NET_BROADCAST NET_ADMIN NET_RAW IPC_LOCK IPC_OWNER SYS_MODULE SYS_RAWIO SYS_CHROOT "
+    "SYS_PTRACE SYS_PACCT SYS_ADMIN SYS_BOOT SYS_NICE SYS_RESOURCE SYS_TIME SYS_TTY_CONFIG MKNOD LEASE "
+    "AUDIT_WRITE AUDIT_CONTROL SETFCAP MAC_OVERRIDE MAC_ADMIN SYSLOG WAKE_ALARM BLOCK_SUSPEND AUDIT_READ "
+    "PERFMON BPF CHECKPOINT_RESTORE"
+).split()
+
+
+def clone3(flags: int, cgroup_fd: int = -1) -> int:
+    """fork(2) into new namespaces and, with `cgroup_fd`, into a cgroup2: 0 in the child, its pid in the parent.
+
+    Only for a process with one thread: the interpreter's own fork hooks do not run.
+    """
+    if cgroup_fd >= 0:
+        flags |= CLONE_INTO_CGROUP
+    args = ctypes.create_string_buffer(struct.pack("<11Q", flags, 0, 0, 0, 17, 0, 0, 0, 0, 0, max(cgroup_fd, 0)), 88)
+    return checked(_syscall(_CLONE3, args, 88), "clone3")
+
+
+def setns(fd: int, kind: int = 0) -> None:
+    checked(_libc.setns(fd, kind), "setns")
+
+
+def unshare(flags: int) -> None:
+    checked(_libc.unshare(flags), "unshare")
+
+
+def sethostname(name: str) -> None:
+    raw = name.encode()
+    checked(_libc.sethostname(raw, ctypes.c_size_t(len(raw))), "sethostname")
+
+
+def mount(source: str, target: str, kind: str | None, flags: int = 0, data: str | None = None) -> None:
+    """mount(2), where the old interface is the simpler one."""
+    encoded = [None if text is None else os.fsencode(text) for text in (source, target, kind, data)]
+    checked(_libc.mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3]), f"mount {target}")
+
+
+def umount(target: str, flags: int = 0) -> None:
+    checked(_libc.umount2(os.fsencode(target), flags), f"umount {target}")
+
+
+def open_tree(path: str, *, recursive: bool = False) -> int:
+    """A detached copy of the mount at `path`, as a descriptor."""
+    flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | (_AT_RECURSIVE if recursive else 0)
+    return checked(_syscall(_OPEN_TREE, AT_FDCWD, os.fsencode(path), flags), f"open_tree {path}")
+
+
+def mount_setattr(fd: int, attributes: int, userns_fd: int = -1) -> None:
+    """Set attributes of a detached mount; with `userns_fd` its owners are shifted through that mapping."""
+    if userns_fd >= 0:
+        attributes |= _MOUNT_ATTR_IDMAP
+    attr = struct.pack("<4Q", attributes, 0, 0, max(userns_fd, 0))
+    checked(_syscall(_MOUNT_SETATTR, fd, b"", _AT_EMPTY_PATH, attr, len(attr)), "mount_setattr")
+
+
+def move_mount(fd: int, target: str) -> None:
+    """Attach a detached mount at `target`."""
+    checked(_syscall(_MOVE_MOUNT, fd, b"", AT_FDCWD, os.fsencode(target), _MOVE_MOUNT_F_EMPTY_PATH), f"move_mount {target}")
+
+
+def new_mount(kind: str, options: list[tuple[str, str | None]], attributes: int = 0) -> int:
+    """A new, detached mount of file system `kind`; options as (name, value) or (flag, None)."""
+    fs = checked(_syscall(_FSOPEN, kind.encode(), 1), f"fsopen {kind}")
+    try:
+        for name, value in options:
+            command = _FSCONFIG_SET_FLAG if value is None else _FSCONFIG_SET_STRING
+            text = None if value is None else os.fsencode(value)
+            checked(_syscall(_FSCONFIG, fs, command, name.encode(), text, 0), f"{kind} option {name}")
+        checked(_syscall(_FSCONFIG, fs, _FSCONFIG_CMD_CREATE, None, None, 0), f"create {kind}")
+        return checked(_syscall(_FSMOUNT, fs, 1, attributes), f"fsmount {kind}")
+    finally:
+        os.close(fs)
+
+
+def pivot_root_here() -> None:
+    """Make the current directory the root and drop everything else."""
+    checked(_syscall(_PIVOT_ROOT, b".", b"."), "pivot_root")
+    umount(".", MNT_DETACH)
+    os.chdir("/")
+
+
+def drop_capabilities(keep: frozenset[str]) -> None:
+    """Limit this process, and whatever it will execute, to `keep` (names without CAP_)."""
+    last = int(_read_text("/proc/sys/kernel/cap_last_cap", str(len(CAP_NAMES) - 1)))
+    mask = 0
+    for number in range(last + 1):
+        name = CAP_NAMES[number] if number < len(CAP_NAMES) else ""
+        if name in keep:
+            mask |= 1 << number
+        else:
+            syscalls.prctl(syscalls.PR_CAPBSET_DROP, number)
+    low, high = mask & 0xFFFFFFFF, mask >> 32
+    header = struct.pack("<II", 0x20080522, 0)
+    data = struct.pack("<6I", low, low, 0, high, high, 0)
+    checked(_syscall(_CAPSET, header, data), "capset")
+
+
+def install_seccomp(program: bytes) -> None:
+    """Install a compiled BPF program as this thread's filter, inherited by all children."""
+    buffer = ctypes.create_string_buffer(program, len(program))
+    fprog = struct.pack("<HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer))
+    checked(_syscall(_SECCOMP, 1, 0, fprog), "seccomp")
+
+
+def _read_text(path: str, default: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read().strip()
+    except OSError:
+        return default

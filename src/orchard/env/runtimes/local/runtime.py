@@ -1,0 +1,511 @@
+"""The local runtime: the asyncio side that asks the zygote for sandboxes, reaches their agents and removes them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from orchard.env.contract import EndReason
+from orchard.env.errors import AgentUnreachable, ImageNotFound, OrchardError, RuntimeRefused
+from orchard.env.images import ImageStore
+from orchard.env.images.model import ResolvedImage
+from orchard.env.runtimes.base import Handle, Postmortem, SandboxSpec, StartFailed, Usage
+from orchard.env.runtimes.channel import AgentProtocolChannel
+from orchard.env.runtimes.local.cgroups import Cgroups
+from orchard.env.runtimes.local.network import Network
+from orchard.env.runtimes.local.spec import MAX_SLOTS, LaunchSpec
+
+_AGENT_START_S = 30.0
+_ADOPT_TIMEOUT_S = 10.0
+_DEATH_PATIENCE_S = 10.0
+
+
+@dataclass
+class LocalHandle:
+    """A sandbox of this machine. `state` holds its slot, whether it has a network, and its image."""
+
+    sandbox_id: str
+    state: dict[str, Any]
+    channel: AgentProtocolChannel | None = None
+    deleting: bool = False
+
+    @property
+    def slot(self) -> int:
+        return int(self.state["slot"])
+
+
+@dataclass
+class _Starting:
+    """What the zygote says of a sandbox that is being started."""
+
+    forked: asyncio.Future[int]
+    failed: asyncio.Future[dict[str, Any]]
+
+
+@dataclass
+class _Slots:
+    """The lowest free slot first, so that user namespaces are used again."""
+
+    used: set[int] = field(default_factory=set)
+    _next: int = 0
+
+    def take(self) -> int:
+        while self._next in self.used:
+            self._next += 1
+        if self._next >= MAX_SLOTS:
+            raise StartFailed(EndReason.UNSCHEDULABLE, f"all {MAX_SLOTS} sandbox slots are in use")
+        self.used.add(self._next)
+        return self._next
+
+    def give_back(self, slot: int) -> None:
+        self.used.discard(slot)
+        self._next = min(self._next, slot)
+
+
+class LocalRuntime:
+    """Sandboxes on this machine, under `state_dir`; see `orchard.env.runtimes.base.Runtime`."""
+
+    name = "local"
+
+    def __init__(self, state_dir: Path, *, images: ImageStore) -> None:
+        self._state_dir = state_dir.absolute()
+        self._images = images
+        self._instance = hashlib.sha256(str(self._state_dir).encode()).hexdigest()[:8]
+        self._cgroups = Cgroups.detect(self._instance)
+        self._network = Network(self._instance)
+        self._handles: dict[str, LocalHandle] = {}
+        self._starting: dict[str, _Starting] = {}
+        self._slots = _Slots()
+        self._zygote: asyncio.subprocess.Process | None = None
+        self._control: socket.socket | None = None
+        self._zygote_ready: asyncio.Future[None] | None = None
+        self._sandboxes_fd = -1
+        self._exit_codes: dict[str, int] = {}
+        self._closing = False
+        self._restart_lock = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.on_death: Callable[[str, Postmortem], None] = lambda _id, _postmortem: None
+
+    # ------------------------------------------------------------------------------------------ life cycle
+
+    async def start(self) -> None:
+        if os.geteuid() != 0:
+            raise RuntimeRefused("the local runtime needs root in this version; run the service as root (`orchard doctor` says more)")
+        self._state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        sandboxes = self._state_dir / "sandboxes"
+        sandboxes.mkdir(mode=0o700, exist_ok=True)
+        self._sandboxes_fd = os.open(sandboxes, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        await self._start_zygote()
+
+    async def _start_zygote(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        loop = asyncio.get_running_loop()
+        self._control = ours
+        self._zygote_ready = loop.create_future()
+        options = {"state_dir": str(self._state_dir), "instance": self._instance, "control_fd": theirs.fileno()}
+        try:
+            self._zygote = await asyncio.create_subprocess_exec(
+                sys.executable, "-I", "-S", str(Path(__file__).with_name("zygote_main.py")), json.dumps(options),
+                stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()], env={}, cwd="/", start_new_session=True,
+            )  # fmt: skip
+        finally:
+            theirs.close()
+        loop.add_reader(ours.fileno(), self._on_control, ours)
+        async with asyncio.timeout(_AGENT_START_S):
+            await self._zygote_ready
+
+    async def close(self) -> None:
+        self._closing = True
+        for handle in self._handles.values():
+            if handle.channel is not None:
+                await handle.channel.close()
+        for task in list(self._tasks):
+            task.cancel()
+        self._drop_control()
+        if self._zygote is not None:
+            await self._zygote.wait()
+        await asyncio.to_thread(self._network.close, remove=not self._handles)
+        if self._sandboxes_fd >= 0:
+            os.close(self._sandboxes_fd)
+            self._sandboxes_fd = -1
+
+    def _drop_control(self) -> None:
+        if self._control is not None:
+            asyncio.get_running_loop().remove_reader(self._control.fileno())
+            self._control.close()
+            self._control = None
+
+    # ---------------------------------------------------------------------------------------------- zygote
+
+    def _on_control(self, control: socket.socket) -> None:
+        while True:
+            try:
+                data = control.recv(1 << 20)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._zygote_lost()
+                return
+            self._on_message(json.loads(data))
+
+    def _on_message(self, message: dict[str, Any]) -> None:
+        event = message["event"]
+        if event in ("ready", "refused"):
+            ready = self._zygote_ready
+            if ready is not None and not ready.done():
+                if event == "ready":
+                    ready.set_result(None)
+                else:
+                    ready.set_exception(RuntimeRefused(f"this machine does not allow sandboxes: {message['detail']}; see `orchard doctor`"))
+            return
+        sandbox_id = message["sandbox_id"]
+        starting = self._starting.get(sandbox_id)
+        if event == "exit":
+            self._exit_codes[sandbox_id] = message["code"]
+            if starting is not None and not starting.failed.done():
+                starting.failed.set_result({"detail": f"the agent exited with {message['code']} while starting"})
+        elif starting is not None and event == "forked" and not starting.forked.done():
+            starting.forked.set_result(message["pid"])
+        elif starting is not None and event == "failed" and not starting.failed.done():
+            starting.failed.set_result(message)
+
+    def _zygote_lost(self) -> None:
+        """The zygote ended: sandboxes live on; creations in flight fail and may be tried again."""
+        self._drop_control()
+        ready = self._zygote_ready
+        if ready is not None and not ready.done():
+            ready.set_exception(RuntimeRefused("the sandbox launcher ended while starting; its error is in the log above"))
+        for starting in self._starting.values():
+            if not starting.failed.done():
+                starting.failed.set_result({"detail": "the sandbox launcher ended", "retryable": True})
+
+    async def _ask(self, message: dict[str, Any]) -> None:
+        async with self._restart_lock:
+            if self._control is None:
+                if self._closing:
+                    raise StartFailed(EndReason.RUNTIME_ERROR, "the service is shutting down", retryable=True)
+                await self._start_zygote()
+        assert self._control is not None
+        await asyncio.get_running_loop().sock_sendall(self._control, json.dumps(message).encode())
+
+    # ------------------------------------------------------------------------------------------- creation
+
+    async def create(self, spec: SandboxSpec, progress: Callable[[str], None] = lambda _line: None) -> Handle:
+        image = await self._resolve(spec.image)
+        slot = self._slots.take()
+        handle = LocalHandle(spec.sandbox_id, {"slot": slot, "network": not spec.block_network, "disk": spec.disk_bytes})
+        self._handles[spec.sandbox_id] = handle
+        loop = asyncio.get_running_loop()
+        starting = _Starting(loop.create_future(), loop.create_future())
+        self._starting[spec.sandbox_id] = starting
+        try:
+            await self._launch(handle, spec, image, starting, progress)
+        except BaseException as error:
+            # Shielded: a cancelled creation must not leave half a sandbox.
+            self._starting.pop(spec.sandbox_id, None)
+            await asyncio.shield(self._remove(spec.sandbox_id))
+            if isinstance(error, OrchardError):
+                raise StartFailed(EndReason.RUNTIME_ERROR, error.detail) from error
+            raise
+        finally:
+            self._starting.pop(spec.sandbox_id, None)
+        return handle
+
+    async def _resolve(self, ref: str) -> ResolvedImage:
+        try:
+            return self._images.resolve(ref)
+        except ImageNotFound as error:
+            raise StartFailed(EndReason.IMAGE_NOT_FOUND, error.detail) from error
+        except OrchardError as error:
+            raise StartFailed(EndReason.RUNTIME_ERROR, error.detail) from error
+
+    async def _launch(self, handle: LocalHandle, spec: SandboxSpec, image: ResolvedImage, starting: _Starting,
+                      progress: Callable[[str], None]) -> None:  # fmt: skip
+        launch = LaunchSpec(
+            sandbox_id=spec.sandbox_id, slot=handle.slot,
+            layers=[str(layer) for layer in image.layers],
+            mounts=[(mount.target, [str(layer) for layer in mount.layers]) for mount in image.mounts],
+            image_ref=spec.image, image_digest=image.digest, cpu_cores=spec.cpu_cores,
+            memory_bytes=spec.memory_bytes, disk_bytes=spec.disk_bytes, pids=spec.pids,
+            network=None if spec.block_network else self._network.spec(handle.slot),
+        )  # fmt: skip
+        async with asyncio.timeout(_AGENT_START_S):
+            try:
+                await self._ask({"op": "create", "spec": asdict(launch)})
+                pid = await self._or_failure(starting.forked, starting)
+                handle.state["pid"] = pid
+                if not spec.block_network:
+                    await asyncio.to_thread(self._network.attach, handle.slot, pid)
+                    await self._ask({"op": "go", "sandbox_id": spec.sandbox_id})
+                channel = await self._or_failure(asyncio.ensure_future(self._connect(handle)), starting)
+                await channel.call(
+                    "configure", env={**image.env, **spec.env},
+                    working_dir=spec.working_dir or image.working_dir, user=spec.user or image.user,
+                )  # fmt: skip
+            except TimeoutError:
+                raise StartFailed(EndReason.AGENT_DID_NOT_START, f"no answer from the agent within {_AGENT_START_S:g} s", retryable=True) from None
+            except AgentUnreachable as error:
+                # It may have said why a moment ago.
+                failure = await asyncio.wait_for(starting.failed, 1.0) if not starting.failed.done() else starting.failed.result()
+                raise self._start_failure(failure) from error
+        progress(f"agent is process {pid}, slot {handle.slot}")
+
+    async def _or_failure(self, wanted: asyncio.Future[Any], starting: _Starting) -> Any:
+        await asyncio.wait({wanted, starting.failed}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.failed.done() and not (wanted.done() and not wanted.exception()):
+            wanted.cancel()
+            raise self._start_failure(starting.failed.result())
+        return wanted.result()
+
+    def _start_failure(self, failure: dict[str, Any]) -> StartFailed:
+        reason = EndReason.RUNTIME_ERROR if failure.get("errno") else EndReason.AGENT_DID_NOT_START
+        return StartFailed(reason, failure["detail"], retryable=bool(failure.get("retryable")))
+
+    async def _connect(self, handle: LocalHandle) -> AgentProtocolChannel:
+        """Open and authenticate the channel. The socket listens before the agent runs, so this waits for it."""
+        sandbox_id = handle.sandbox_id
+        path = f"/proc/self/fd/{self._sandboxes_fd}/{sandbox_id}/agent.sock"
+        loop = asyncio.get_running_loop()
+        try:
+            _, channel = await loop.create_unix_connection(
+                lambda: AgentProtocolChannel(sandbox_id, lambda: self._channel_lost(handle)), path
+            )
+        except OSError as error:
+            raise AgentUnreachable(f"the agent of sandbox {sandbox_id} does not listen: {error}") from None
+        token = await self._token(sandbox_id)
+        await channel.call("hello", token=token)
+        handle.channel = channel
+        return channel
+
+    async def _token(self, sandbox_id: str) -> str:
+        """The token that the sandbox wrote for us; it does so as its first act, a moment after the fork."""
+        for _ in range(2000):
+            fd = os.open(f"{sandbox_id}/token", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._sandboxes_fd)
+            try:
+                token = os.read(fd, 256)
+            finally:
+                os.close(fd)
+            if len(token) == 64:
+                return token.decode()
+            await asyncio.sleep(0.0005)
+        raise AgentUnreachable(f"sandbox {sandbox_id} wrote no token")
+
+    # ------------------------------------------------------------------------------------------------ death
+
+    def _channel_lost(self, handle: LocalHandle) -> None:
+        if self._closing or handle.deleting or handle.sandbox_id in self._starting:
+            return
+        task = asyncio.get_running_loop().create_task(self._after_loss(handle))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _after_loss(self, handle: LocalHandle) -> None:
+        """A broken channel: the agent died (the sandbox with it), or only the connection did."""
+        if not self._agent_gone(handle):
+            try:
+                async with asyncio.timeout(_ADOPT_TIMEOUT_S):
+                    await self._connect(handle)
+                return
+            except (AgentUnreachable, TimeoutError, OSError):
+                pass
+        if handle.deleting:
+            return
+        await asyncio.sleep(0)  # let the zygote's word on the exit code come first
+        postmortem = await self._remove(handle.sandbox_id, EndReason.AGENT_LOST, "the agent ended, and the sandbox with it")
+        self.on_death(handle.sandbox_id, postmortem)
+
+    def _agent_gone(self, handle: LocalHandle) -> bool:
+        return handle.sandbox_id in self._exit_codes or self._cgroups.empty(handle.sandbox_id)
+
+    # -------------------------------------------------------------------------------------------- deletion
+
+    async def delete(self, sandbox_id: str) -> Postmortem:
+        return await self._remove(sandbox_id)
+
+    async def _remove(self, sandbox_id: str, reason: EndReason = EndReason.DELETED, message: str = "") -> Postmortem:
+        handle = self._handles.get(sandbox_id)
+        log: tuple[str, ...] = ()
+        if handle is not None:
+            handle.deleting = True
+            if handle.channel is not None:
+                await handle.channel.close()
+        peak = self._cgroups.peak_memory_bytes(sandbox_id)
+        self._cgroups.kill(sandbox_id)
+        await self._gone(sandbox_id)
+        if handle is not None and handle.state.get("network"):
+            await asyncio.to_thread(self._network.detach, handle.slot)
+        await self._remove_files(sandbox_id)
+        exit_code = self._exit_codes.pop(sandbox_id, None)
+        if self._handles.pop(sandbox_id, None) is not None and handle is not None:
+            self._slots.give_back(handle.slot)
+        return Postmortem(reason, message, exit_code, peak, log)
+
+    async def _gone(self, sandbox_id: str) -> None:
+        """Wait until no process is left (the kernel is killing them)."""
+        deadline = asyncio.get_running_loop().time() + _DEATH_PATIENCE_S
+        delay_s = 0.0005
+        while not self._cgroups.empty(sandbox_id):
+            if asyncio.get_running_loop().time() > deadline:
+                raise RuntimeRefused(f"processes of sandbox {sandbox_id} do not die; the kernel holds them")
+            await asyncio.sleep(delay_s)
+            delay_s = min(delay_s * 1.5, 0.02)
+
+    async def _remove_files(self, sandbox_id: str) -> None:
+        path = self._state_dir / "sandboxes" / sandbox_id
+        if not path.exists() or _nearly_empty(path):
+            # The common case is a handful of system calls: a thread would cost more than it saves.
+            _remove_tree(path)
+            self._cgroups.remove(sandbox_id)
+        else:
+            await asyncio.to_thread(_remove_tree, path)
+            await asyncio.to_thread(self._cgroups.remove, sandbox_id)
+
+    # ------------------------------------------------------------------------------------------- adoption
+
+    async def adopt(self, states: Mapping[str, dict[str, Any]]) -> dict[str, Handle | Postmortem]:
+        for sandbox_id, state in states.items():
+            if "slot" in state:
+                self._slots.used.add(int(state["slot"]))
+                self._handles[sandbox_id] = LocalHandle(sandbox_id, dict(state))
+        found: dict[str, Handle | Postmortem] = {}
+        limit = asyncio.Semaphore(32)
+
+        async def one(sandbox_id: str) -> None:
+            async with limit:
+                found[sandbox_id] = await self._adopt_one(sandbox_id)
+
+        async with asyncio.TaskGroup() as group:
+            for sandbox_id in states:
+                group.create_task(one(sandbox_id))
+        await self._remove_orphans(states)
+        return found
+
+    async def _adopt_one(self, sandbox_id: str) -> Handle | Postmortem:
+        handle = self._handles.get(sandbox_id)
+        problem = "it was not started when the service ended"
+        if handle is not None:
+            try:
+                async with asyncio.timeout(_ADOPT_TIMEOUT_S):
+                    await self._connect(handle)
+                return handle
+            except (OrchardError, OSError, TimeoutError) as error:
+                problem = f"its agent was gone when the service came back ({error})"
+        return await self._remove(sandbox_id, EndReason.AGENT_LOST, problem)
+
+    async def _remove_orphans(self, states: Mapping[str, dict[str, Any]]) -> None:
+        """Whatever a crash left under our names: groups, directories, interfaces."""
+        on_disk = {entry.name for entry in os.scandir(self._state_dir / "sandboxes")}
+        for sandbox_id in (on_disk | self._cgroups.sandboxes()) - set(states):
+            await self._remove(sandbox_id)
+        in_use = {handle.slot for handle in self._handles.values() if handle.state.get("network")}
+        await asyncio.to_thread(self._network.leftovers, in_use)
+
+    # --------------------------------------------------------------------------------------------- looking
+
+    async def channel(self, sandbox_id: str) -> AgentProtocolChannel:
+        handle = self._handles.get(sandbox_id)
+        if handle is None or handle.channel is None or handle.channel.closed:
+            if handle is not None and not handle.deleting and sandbox_id not in self._starting and not self._agent_gone(handle):
+                return await self._connect(handle)
+            raise AgentUnreachable(f"sandbox {sandbox_id} has no live agent")
+        return handle.channel
+
+    async def usage(self, sandbox_id: str) -> Usage:
+        usage = self._cgroups.usage(sandbox_id)
+        handle = self._handles.get(sandbox_id)
+        limit = handle.state.get("disk") if handle is not None else None
+        if limit is not None:
+            header, _ = await (await self.channel(sandbox_id)).call("statvfs")
+            used = header["total_bytes"] - header["free_bytes"]
+        else:
+            used = await asyncio.to_thread(_tree_bytes, self._state_dir / "sandboxes" / sandbox_id)
+        return Usage(**usage, disk_bytes=used, disk_limit_bytes=limit)
+
+    async def agent_log(self, sandbox_id: str) -> list[str]:
+        header, _ = await (await self.channel(sandbox_id)).call("log")
+        return list(header["lines"])
+
+    async def resources(self) -> dict[str, Any]:
+        disk = shutil.disk_usage(self._state_dir)
+        memory = _meminfo()
+        return {
+            "cpu_cores": float(len(os.sched_getaffinity(0))),
+            "memory_bytes": memory.get("MemTotal", 0),
+            "memory_available_bytes": memory.get("MemAvailable", 0),
+            "disk_bytes": disk.total,
+            "disk_available_bytes": disk.free,
+            "load": list(os.getloadavg()),
+        }
+
+    def describe(self) -> list[str]:
+        enforced = self._cgroups.enforced()
+        lines = ["isolation: user, mount, pid, net, ipc, uts and cgroup namespaces, seccomp, no_new_privs, dropped capabilities"]
+        lines.append(f"limits enforced: {', '.join(sorted(enforced)) or 'none'}")
+        for name in sorted({"cpu", "memory", "pids"} - enforced):
+            lines.append(f"weaker: no {name} limit can be enforced here (no {name} cgroup controller)")
+        if shutil.which("nft") is None:
+            lines.append("weaker: block_network=false is refused (nft is not installed: package nftables)")
+        return lines
+
+
+def _meminfo() -> dict[str, int]:
+    found = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        found[name] = int(rest.split()[0]) * 1024
+    return found
+
+
+def _nearly_empty(path: Path, limit: int = 24) -> bool:
+    """Whether a tree holds only a few entries."""
+    count = 0
+    stack = [str(path)]
+    while stack:
+        try:
+            with os.scandir(stack.pop()) as entries:
+                for entry in entries:
+                    count += 1
+                    if count > limit:
+                        return False
+                    if entry.is_dir(follow_symlinks=False):
+                        stack.append(entry.path)
+        except PermissionError:
+            continue
+    return True
+
+
+def _remove_tree(path: Path) -> None:
+    """Remove a sandbox's directory; overlayfs leaves its work directory without any mode bits."""
+    if not path.exists():
+        return
+    shutil.rmtree(path, ignore_errors=False)
+
+
+def _tree_bytes(path: Path) -> int:
+    """Disk use of a tree, as `du` counts."""
+    total = 0
+    stack = [str(path)]
+    while stack:
+        try:
+            with os.scandir(stack.pop()) as entries:
+                for entry in entries:
+                    info = entry.stat(follow_symlinks=False)
+                    total += info.st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        stack.append(entry.path)
+        except (FileNotFoundError, PermissionError):
+            continue
+    return total
