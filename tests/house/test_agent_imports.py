@@ -1,4 +1,4 @@
-"""The agent runs where nothing is installed: it may import the standard library and itself, and nothing else."""
+"""The agent runs where nothing is installed: it may import the standard library and itself only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODULES = sorted(Path(orchard.env.agent.__path__[0]).rglob("*.py"))
 
 
 def imported_names(source: str) -> set[str]:
-    """The modules that `source` imports anywhere, inside functions too; relative imports as the agent's own."""
+    """The modules that `source` imports, inside functions too; relative imports as the agent's own."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
