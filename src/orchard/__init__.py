@@ -11,13 +11,14 @@ The environment service's client is available from the top:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 __version__ = "0.1.0"
 
 __all__ = ["AsyncSandboxClient", "OrchardError", "SandboxClient", "__version__"]
 
+TYPE_CHECKING = False  # importing typing would cost every sandbox's agent most of a megabyte
 if TYPE_CHECKING:
+    from typing import Any
+
     from orchard.env.client import AsyncSandboxClient, SandboxClient
     from orchard.env.errors import OrchardError
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 _MAX_FILE_BYTES = 4 << 20
 
@@ -15,16 +14,17 @@ class UnknownUser(Exception):
     """No such user or group in the image."""
 
 
-@dataclass(frozen=True)
 class Account:
-    """A resolved user: numeric ids, supplementary groups, name, home and login shell."""
+    """A resolved user: numeric ids, supplementary groups, name and home."""
 
-    uid: int
-    gid: int
-    groups: tuple[int, ...]
-    name: str
-    home: str
-    shell: str = ""
+    __slots__ = ("gid", "groups", "home", "name", "uid")
+
+    def __init__(self, uid: int, gid: int, groups: tuple[int, ...], name: str, home: str) -> None:
+        self.uid = uid
+        self.gid = gid
+        self.groups = groups
+        self.name = name
+        self.home = home
 
 
 def _lines(path: str) -> list[list[str]]:
@@ -59,14 +59,16 @@ def lookup(user: str) -> Account:
             break
     if entry is None and uid is None:
         if who != "root":
-            raise UnknownUser(f"user {who!r} is not in the image's /etc/passwd; use a numeric uid or create the user")
+            raise UnknownUser(
+                f"user {who!r} is not in the image's /etc/passwd; use a numeric uid or create the user"
+            )
         uid = 0
     if entry is not None:
         uid = _number(entry[2])
         gid = _number(entry[3])
-        name, home, shell = entry[0], entry[5] or "/", entry[6].strip()
+        name, home = entry[0], entry[5] or "/"
     else:
-        gid, name, home, shell = (0, "root", "/root", "") if uid == 0 else (0, who, "/", "")
+        gid, name, home = (0, "root", "/root") if uid == 0 else (0, who, "/")
     if uid is None or gid is None or uid > 65535 or gid > 65535:
         raise UnknownUser(f"user {who!r}: ids must be numbers from 0 to 65535")
     groups = {gid}
@@ -75,7 +77,7 @@ def lookup(user: str) -> Account:
         groups = {gid}
     else:
         groups.update(_memberships(name))
-    return Account(uid, gid, tuple(sorted(groups)), name, home, shell)
+    return Account(uid, gid, tuple(sorted(groups)), name, home)
 
 
 def _group(group: str) -> int:
@@ -85,7 +87,9 @@ def _group(group: str) -> int:
             number = _number(fields[2])
             break
     if number is None or number > 65535:
-        raise UnknownUser(f"group {group!r} is not in the image's /etc/group; use a numeric gid from 0 to 65535")
+        raise UnknownUser(
+            f"group {group!r} is not in the image's /etc/group; use a numeric gid from 0 to 65535"
+        )
     return number
 
 

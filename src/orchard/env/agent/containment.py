@@ -8,50 +8,52 @@ born inside, without a moment in which they could slip away, and without a copyi
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
-from typing import Protocol
+
+TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
+if TYPE_CHECKING:
+    from typing import Protocol
+
+    class JobGroup(Protocol):
+        """The processes of one command."""
+
+        def populated(self) -> bool: ...
+
+        def pids(self) -> list[int]: ...
+
+        def kill(self) -> None:
+            """SIGKILL to every process, at once and without races."""
+            ...
+
+    class Containment(Protocol):
+        """Makes and recycles job groups."""
+
+        def acquire(self) -> JobGroup: ...
+
+        def release(self, group: JobGroup) -> None:
+            """Give back a group that is no longer populated."""
+            ...
+
+        def enter(self, group: JobGroup) -> None:
+            """From here on the agent's children are born into `group`."""
+            ...
+
+        def leave(self) -> None: ...
+
+        def oom_kills(self) -> int:
+            """How many processes the sandbox's memory limit has killed so far."""
+            ...
 
 
-class JobGroup(Protocol):
-    """The processes of one command."""
-
-    def populated(self) -> bool: ...
-
-    def pids(self) -> list[int]: ...
-
-    def kill(self) -> None:
-        """SIGKILL to every process, at once and without races."""
-        ...
-
-
-class Containment(Protocol):
-    """Makes and recycles job groups."""
-
-    def acquire(self) -> JobGroup: ...
-
-    def release(self, group: JobGroup) -> None:
-        """Give back a group that is no longer populated."""
-        ...
-
-    def enter(self, group: JobGroup) -> None:
-        """From here on the agent's children are born into `group`."""
-        ...
-
-    def leave(self) -> None: ...
-
-    def oom_kills(self) -> int:
-        """How many processes the sandbox's memory limit has killed so far."""
-        ...
-
-
-@dataclass(slots=True)
 class CgroupJobGroup:
     """One cgroup2 directory, held by its descriptors."""
 
-    name: str
-    procs_fd: int
-    kill_fd: int
-    events_fd: int
+    __slots__ = ("events_fd", "kill_fd", "name", "procs_fd")
+
+    def __init__(self, name: str, procs_fd: int, kill_fd: int, events_fd: int) -> None:
+        self.name = name
+        self.procs_fd = procs_fd
+        self.kill_fd = kill_fd
+        self.events_fd = events_fd
 
     def populated(self) -> bool:
         return b"populated 1" in os.pread(self.events_fd, 256, 0)
@@ -67,7 +69,6 @@ class CgroupJobGroup:
         os.write(self.kill_fd, b"1")
 
 
-@dataclass(slots=True)
 class CgroupContainment:
     """Job groups under one directory, plus the sandbox's limits.
 
@@ -77,12 +78,13 @@ class CgroupContainment:
     oom_fd: `memory.oom_control` (version 1) or `memory.events` (version 2), or -1.
     """
 
-    box_fd: int
-    home_fd: int
-    limit_fds: list[tuple[int, int]]
-    oom_fd: int = -1
-    _free: list[CgroupJobGroup] = field(default_factory=list)
-    _made: int = 0
+    def __init__(self, box_fd: int, home_fd: int, limit_fds: list[tuple[int, int]], oom_fd: int = -1) -> None:
+        self.box_fd = box_fd
+        self.home_fd = home_fd
+        self.limit_fds = limit_fds
+        self.oom_fd = oom_fd
+        self._free: list[CgroupJobGroup] = []
+        self._made = 0
 
     def acquire(self) -> CgroupJobGroup:
         if self._free:

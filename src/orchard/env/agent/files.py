@@ -10,12 +10,14 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from dataclasses import dataclass
-from typing import Any
 
 from orchard.env.agent import syscalls
 from orchard.env.agent.jobs import AgentError
 from orchard.env.agent.wire import CHUNK_BYTES
+
+TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
+if TYPE_CHECKING:
+    from typing import Any
 
 _DEFAULT_MODE = 0o644
 _TYPES = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlink"}
@@ -70,14 +72,17 @@ def _open(path: bytes, flags: int, mode: int = 0) -> int:
     return syscalls.openat2(-100, path, flags, mode, syscalls.RESOLVE_NO_MAGICLINKS)
 
 
-@dataclass(slots=True)
 class _Upload:
-    fd: int
-    dir_fd: int
-    temporary: bytes
-    name: bytes
-    path: str
-    size: int = 0
+    """A file being written under a temporary name beside its own."""
+
+    __slots__ = ("dir_fd", "fd", "name", "size", "temporary")
+
+    def __init__(self, fd: int, dir_fd: int, temporary: bytes, name: bytes) -> None:
+        self.fd = fd
+        self.dir_fd = dir_fd
+        self.temporary = temporary
+        self.name = name
+        self.size = 0
 
 
 class Files:
@@ -147,7 +152,9 @@ class Files:
 
     # ---------------------------------------------------------------------------------------------- write
 
-    def write(self, path: str, upload: str, offset: int, data: bytes, last: bool, mode: int | None) -> dict[str, Any]:
+    def write(
+        self, path: str, upload: str, offset: int, data: bytes, last: bool, mode: int | None
+    ) -> dict[str, Any]:
         """One chunk of an upload. The file appears, whole, with the last one; a failure leaves nothing."""
         state = self._uploads.get(upload)
         if state is None:
@@ -156,7 +163,9 @@ class Files:
             state = self._begin(path, upload)
         try:
             if offset != state.size:
-                raise AgentError("conflict", f"upload {upload} is at byte {state.size}, not {offset}; begin again")
+                raise AgentError(
+                    "conflict", f"upload {upload} is at byte {state.size}, not {offset}; begin again"
+                )
             self._append(state, data)
             if last:
                 self._commit(state, mode)
@@ -183,15 +192,19 @@ class Files:
 
     def _begin(self, path: str, upload: str) -> _Upload:
         if len(self._uploads) >= self._uploads_limit:
-            raise AgentError("overloaded", f"more than {self._uploads_limit} uploads at once; finish some first")
+            raise AgentError(
+                "overloaded", f"more than {self._uploads_limit} uploads at once; finish some first"
+            )
         full = self._absolute(path)
         if full.endswith(b"/"):
             raise AgentError("path_invalid", f"{path!r} names a directory; give the file's own path")
         try:
             with self._parent(full) as at:
                 temporary = b".%s.orchard-%s" % (at.name[:128], os.urandom(6).hex().encode())
-                fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=at.dir_fd)
-                state = _Upload(fd, os.dup(at.dir_fd), temporary, at.name, path)
+                fd = os.open(
+                    temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=at.dir_fd
+                )
+                state = _Upload(fd, os.dup(at.dir_fd), temporary, at.name)
         except OSError as error:
             raise _failure(error, path) from None
         self._uploads[upload] = state
@@ -215,7 +228,9 @@ class Files:
                 return _At(dir_fd, name)
             try:
                 if not stat.S_ISLNK(info.st_mode):
-                    raise OSError(errno.EISDIR if stat.S_ISDIR(info.st_mode) else errno.EINVAL, "not a regular file")
+                    raise OSError(
+                        errno.EISDIR if stat.S_ISDIR(info.st_mode) else errno.EINVAL, "not a regular file"
+                    )
                 target = os.readlink(name, dir_fd=dir_fd)
             finally:
                 os.close(dir_fd)
@@ -235,7 +250,9 @@ class Files:
                     os.mkdir(name, 0o755, dir_fd=dir_fd)
                 except FileExistsError:
                     pass  # a dangling link or a race: the open below tells
-                return syscalls.openat2(dir_fd, name, os.O_RDONLY | os.O_DIRECTORY, 0, syscalls.RESOLVE_NO_MAGICLINKS)
+                return syscalls.openat2(
+                    dir_fd, name, os.O_RDONLY | os.O_DIRECTORY, 0, syscalls.RESOLVE_NO_MAGICLINKS
+                )
             finally:
                 os.close(dir_fd)
 

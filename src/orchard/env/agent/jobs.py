@@ -7,14 +7,18 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 from orchard.env.agent import accounts, spawn
-from orchard.env.agent.containment import Containment, JobGroup
-from orchard.env.agent.loop import READ, WRITE, Loop, Timer
+from orchard.env.agent.loop import READ, WRITE
 from orchard.env.agent.output import OutputWindow
+
+TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from orchard.env.agent.containment import Containment, JobGroup
+    from orchard.env.agent.loop import Loop, Timer
 
 _READ_BYTES = 65536
 #: After SIGKILL a process can still hang in the kernel; the job ends this long after it all the same.
@@ -35,33 +39,39 @@ class AgentError(Exception):
         self.extra = extra
 
 
-@dataclass(slots=True)
 class Defaults:
     """What every command of this sandbox starts from."""
 
-    env: dict[str, str] = field(default_factory=dict)
-    working_dir: str = "/"
-    user: str = "root"
+    def __init__(self) -> None:
+        self.env: dict[str, str] = {}
+        self.working_dir = "/"
+        self.user = "root"
 
 
-@dataclass(slots=True)
 class JobSpec:
     """One command as asked for; times in seconds, sizes in bytes. timeout_s None: no limit."""
 
-    job_id: str
-    command: str | list[str]
-    timeout_s: float | None = None
-    grace_s: float = 0.0
-    cwd: str | None = None
-    env: dict[str, str] = field(default_factory=dict)
-    user: str | None = None
-    login_shell: bool = False
-    stdin: bytes = b""
-    stdin_open: bool = False
-    max_output_bytes: int = 1 << 20
-    background: bool = False
-    concurrent: bool = False
-    internal: bool = False
+    __slots__ = (
+        "background", "command", "concurrent", "cwd", "env", "grace_s", "internal", "job_id", "login_shell",
+        "max_output_bytes", "stdin", "stdin_open", "timeout_s", "user",
+    )  # fmt: skip
+
+    def __init__(self, request: dict[str, Any], stdin: bytes) -> None:
+        """From the fields of an `exec` request; KeyError or TypeError where they are missing or of a wrong type."""
+        self.job_id: str = request["job_id"]
+        self.command: str | list[str] = request["command"]
+        self.timeout_s: float | None = request.get("timeout_s")
+        self.grace_s = float(request.get("grace_s") or 0.0)
+        self.cwd: str | None = request.get("cwd")
+        self.env: dict[str, str] = request.get("env") or {}
+        self.user: str | None = request.get("user")
+        self.login_shell = bool(request.get("login_shell"))
+        self.stdin = stdin
+        self.stdin_open = bool(request.get("stdin_open"))
+        self.max_output_bytes = int(request.get("max_output_bytes", 1 << 20))
+        self.background = bool(request.get("background"))
+        self.concurrent = bool(request.get("concurrent"))
+        self.internal = bool(request.get("internal"))
 
     def same_as(self, other: JobSpec) -> bool:
         return self.command == other.command and self.cwd == other.cwd and self.env == other.env
@@ -71,10 +81,34 @@ class Job:
     """One command and its state. `done` callbacks run once, when it has finished."""
 
     __slots__ = (
-        "_done", "cancelled", "completed_at", "created_at", "error", "error_code", "exit_code", "fds", "group",
-        "oom_before", "oom_killed", "pid", "queued_mono", "signal_name", "spec", "started_at", "started_mono",
-        "status", "stderr", "stdin_buffer", "stdin_fd", "stdin_waiters", "stdout", "stopping", "timed_out",
-        "timers", "duration_s", "queue_s",
+        "_done",
+        "cancelled",
+        "completed_at",
+        "created_at",
+        "duration_s",
+        "error",
+        "error_code",
+        "exit_code",
+        "fds",
+        "group",
+        "oom_before",
+        "oom_killed",
+        "pid",
+        "queue_s",
+        "queued_mono",
+        "signal_name",
+        "spec",
+        "started_at",
+        "started_mono",
+        "status",
+        "stderr",
+        "stdin_buffer",
+        "stdin_fd",
+        "stdin_waiters",
+        "stdout",
+        "stopping",
+        "timed_out",
+        "timers",
     )  # fmt: skip
 
     def __init__(self, spec: JobSpec) -> None:
@@ -162,8 +196,16 @@ class JobTable:
     process of the one before has exited; what that left running goes on.
     """
 
-    def __init__(self, loop: Loop, containment: Containment, defaults: Defaults, null_fd: int,
-                 log: Callable[[str], None], retention_s: float = 3600.0, retained_bytes: int = 32 << 20) -> None:  # fmt: skip
+    def __init__(
+        self,
+        loop: Loop,
+        containment: Containment,
+        defaults: Defaults,
+        null_fd: int,
+        log: Callable[[str], None],
+        retention_s: float = 3600.0,
+        retained_bytes: int = 32 << 20,
+    ) -> None:
         self._loop = loop
         self._containment = containment
         self.defaults = defaults
@@ -187,7 +229,9 @@ class JobTable:
         known = self.jobs.get(spec.job_id)
         if known is not None:
             if not known.spec.same_as(spec):
-                raise AgentError("conflict", f"job {spec.job_id} exists with another command; use a new job_id")
+                raise AgentError(
+                    "conflict", f"job {spec.job_id} exists with another command; use a new job_id"
+                )
             return known, True
         self._check(spec)
         job = Job(spec)
@@ -220,7 +264,9 @@ class JobTable:
 
     def send_signal(self, job: Job, number: int) -> None:
         if job.finished or job.group is None:
-            raise AgentError("job_not_running", f"job {job.spec.job_id} is {job.status}; only a running job takes signals")
+            raise AgentError(
+                "job_not_running", f"job {job.spec.job_id} is {job.status}; only a running job takes signals"
+            )
         if number == signal.SIGKILL:
             job.group.kill()
         else:
@@ -235,7 +281,9 @@ class JobTable:
         """Queue input; `done` is called when the command has taken it (or no longer can)."""
         if job.finished or not job.spec.stdin_open:
             state = "finished" if job.finished else "running without open input"
-            raise AgentError("job_not_running", f"job {job.spec.job_id} is {state}; start it with stdin_open to send input")
+            raise AgentError(
+                "job_not_running", f"job {job.spec.job_id} is {state}; start it with stdin_open to send input"
+            )
         job.stdin_buffer += data
         if eof:
             job.spec.stdin_open = False
@@ -251,14 +299,22 @@ class JobTable:
         """Refuse what cannot work before it is accepted."""
         cwd = spec.cwd or self.defaults.working_dir
         if not os.path.isdir(cwd):
-            raise AgentError("cwd_not_found", f"the working directory {cwd!r} does not exist in the sandbox; create it first")
+            raise AgentError(
+                "cwd_not_found",
+                f"the working directory {cwd!r} does not exist in the sandbox; create it first",
+            )
         try:
             accounts.lookup(spec.user or self.defaults.user)
         except accounts.UnknownUser as error:
             raise AgentError("user_not_found", str(error)) from None
 
     def _environment(self, spec: JobSpec, account: accounts.Account) -> dict[str, str]:
-        env = {"PATH": spawn.DEFAULT_PATH, "HOME": account.home, "USER": account.name, "LOGNAME": account.name}
+        env = {
+            "PATH": spawn.DEFAULT_PATH,
+            "HOME": account.home,
+            "USER": account.name,
+            "LOGNAME": account.name,
+        }
         env.update(self.defaults.env)
         env.update(spec.env)
         return env
@@ -280,7 +336,9 @@ class JobTable:
         if spec.timeout_s is not None:
             job.timers.append(self._loop.after(spec.timeout_s, lambda: self._timed_out(job)))
 
-    def _launch(self, job: Job, command: spawn.Command, env: dict[str, str], account: accounts.Account) -> None:
+    def _launch(
+        self, job: Job, command: spawn.Command, env: dict[str, str], account: accounts.Account
+    ) -> None:
         spec = job.spec
         out_read, out_write = os.pipe2(os.O_CLOEXEC)
         err_read, err_write = os.pipe2(os.O_CLOEXEC)
@@ -430,7 +488,9 @@ class JobTable:
 
     def _abandon(self, job: Job) -> None:
         if not job.finished:
-            self._log(f"job {job.spec.job_id}: process {job.pid} did not die after SIGKILL; the job ends without it")
+            self._log(
+                f"job {job.spec.job_id}: process {job.pid} did not die after SIGKILL; the job ends without it"
+            )
             self._by_pid.pop(job.pid, None)
             self._finish(job, 128 + signal.SIGKILL, "KILL")
 

@@ -10,8 +10,11 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable
-from typing import Any
+
+TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 READ = select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
 WRITE = select.EPOLLOUT | select.EPOLLHUP | select.EPOLLERR

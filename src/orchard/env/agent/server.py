@@ -5,21 +5,25 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections import deque
-from collections.abc import Callable
 
 # hmac would bring all of OpenSSL into every sandbox; this is the function it uses.
 from _operator import _compare_digest
-from typing import Any
+from collections import deque
 
-from orchard.env.agent.containment import Containment
 from orchard.env.agent.files import Files
 from orchard.env.agent.jobs import AgentError, Defaults, Job, JobSpec, JobTable
 from orchard.env.agent.loop import READ, WRITE, Loop
 from orchard.env.agent.wire import CHUNK_BYTES, WIRE_VERSION, FrameReader, WireError, frame
 
+TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from orchard.env.agent.containment import Containment
+
 _RECEIVE_BYTES = 1 << 18
-_LOG_LINES = 200
+_LOG_BYTES = 64 << 10
 #: A connection whose peer stops reading is dropped at this much unsent output: the jobs stay.
 _UNSENT_CAP = 512 << 20
 
@@ -69,7 +73,15 @@ class Connection:
         request_id = header.get("id")
         if not self.authenticated:
             if header.get("op") != "hello" or not self._agent.token_matches(header.get("token")):
-                self.send({"id": request_id, "error": {"code": "unauthorized", "detail": "the first frame must be hello with the sandbox's token"}})
+                self.send(
+                    {
+                        "id": request_id,
+                        "error": {
+                            "code": "unauthorized",
+                            "detail": "the first frame must be hello with the sandbox's token",
+                        },
+                    }
+                )
                 self.close()
                 return
             self.authenticated = True
@@ -81,7 +93,9 @@ class Connection:
             self.send({"id": request_id, "ok": True, **result}, body)
 
         def fail(error: AgentError) -> None:
-            self.send({"id": request_id, "error": {"code": error.code, "detail": error.detail, **error.extra}})
+            self.send(
+                {"id": request_id, "error": {"code": error.code, "detail": error.detail, **error.extra}}
+            )
 
         try:
             self._agent.dispatch(header, payload, answer, fail)
@@ -146,13 +160,16 @@ class Connection:
 
 
 class Agent:
-    """Serves one sandbox until it is killed. `token`: what `hello` must bring; user code cannot read it."""
+    """Serves one sandbox until it is killed. `token`: what `hello` must bring; user code cannot read it. `log_fd`: a
+    file opened for reading and appending."""
 
-    def __init__(self, listener: socket.socket, token: str, containment: Containment, null_fd: int) -> None:
+    def __init__(
+        self, listener: socket.socket, token: str, containment: Containment, null_fd: int, log_fd: int
+    ) -> None:
         self._listener = listener
         self._token = token.encode()
         self.loop = Loop(on_child=self._reap, on_error=self._report)
-        self._log_lines: deque[str] = deque(maxlen=_LOG_LINES)
+        self._log_fd = log_fd
         self.defaults = Defaults()
         self.files = Files()
         self.jobs = JobTable(self.loop, containment, self.defaults, null_fd, self.log)
@@ -172,7 +189,11 @@ class Agent:
         self.loop.run()
 
     def log(self, message: str) -> None:
-        self._log_lines.append(f"{time.time():.3f} {message}")
+        """One line into the log file, which outlives the agent; it starts anew when it is full."""
+        line = f"{time.time():.3f} {message}\n".encode("utf-8", "replace")
+        if os.fstat(self._log_fd).st_size + len(line) > _LOG_BYTES:
+            os.ftruncate(self._log_fd, 0)
+        os.write(self._log_fd, line[:_LOG_BYTES])
 
     def _report(self, error: BaseException) -> None:
         self.log(f"internal error: {type(error).__name__}: {error}")
@@ -195,9 +216,20 @@ class Agent:
         return isinstance(token, str) and _compare_digest(token.encode("utf-8", "replace"), self._token)
 
     def hello(self) -> dict[str, Any]:
-        return {"version": WIRE_VERSION, "pid": os.getpid(), "boot_id": self._boot_id, "jobs": len(self.jobs.jobs)}
+        return {
+            "version": WIRE_VERSION,
+            "pid": os.getpid(),
+            "boot_id": self._boot_id,
+            "jobs": len(self.jobs.jobs),
+        }
 
-    def dispatch(self, header: dict[str, Any], payload: bytes, answer: Callable[..., None], fail: Callable[[AgentError], None]) -> None:
+    def dispatch(
+        self,
+        header: dict[str, Any],
+        payload: bytes,
+        answer: Callable[..., None],
+        fail: Callable[[AgentError], None],
+    ) -> None:
         operation = self._operations.get(header.get("op", ""))
         if operation is None:
             raise AgentError("invalid_request", f"unknown operation {header.get('op')!r}")
@@ -205,7 +237,9 @@ class Agent:
 
     # --------------------------------------------------------------------------------------------- commands
 
-    def _configure(self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any) -> None:
+    def _configure(
+        self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any
+    ) -> None:
         self.defaults.env.update(header.get("env") or {})
         if header.get("working_dir"):
             self.defaults.working_dir = self.files.base = header["working_dir"]
@@ -214,22 +248,7 @@ class Agent:
         answer({})
 
     def _exec(self, header: dict[str, Any], payload: bytes, answer: Callable[..., None], fail: Any) -> None:
-        spec = JobSpec(
-            job_id=header["job_id"],
-            command=header["command"],
-            timeout_s=header.get("timeout_s"),
-            grace_s=header.get("grace_s") or 0.0,
-            cwd=header.get("cwd"),
-            env=header.get("env") or {},
-            user=header.get("user"),
-            login_shell=bool(header.get("login_shell")),
-            stdin=payload,
-            stdin_open=bool(header.get("stdin_open")),
-            max_output_bytes=header.get("max_output_bytes", 1 << 20),
-            background=bool(header.get("background")),
-            concurrent=bool(header.get("concurrent")),
-            internal=bool(header.get("internal")),
-        )
+        spec = JobSpec(header, payload)
         job, attached = self.jobs.submit(spec)
         if header.get("wait") and not job.finished:
             job.when_done(lambda job: self._answer_job(job, answer, attached))
@@ -240,7 +259,13 @@ class Agent:
         record, body = job.record(with_output=job.finished)
         answer({"job": record, "attached": attached} if attached else {"job": record}, body)
 
-    def _job(self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], fail: Callable[[AgentError], None]) -> None:
+    def _job(
+        self,
+        header: dict[str, Any],
+        _payload: bytes,
+        answer: Callable[..., None],
+        fail: Callable[[AgentError], None],
+    ) -> None:
         job = self.jobs.get(header["job_id"])
         if not header.get("wait") or job.finished:
             self._answer_job(job, answer)
@@ -259,29 +284,49 @@ class Agent:
         timer = None if timeout_s is None else self.loop.after(timeout_s, expired)
         job.when_done(done)
 
-    def _list_jobs(self, _header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any) -> None:
-        answer({"jobs": [job.record(with_output=False)[0] for job in self.jobs.jobs.values() if not job.spec.internal]})
+    def _list_jobs(
+        self, _header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any
+    ) -> None:
+        answer(
+            {
+                "jobs": [
+                    job.record(with_output=False)[0]
+                    for job in self.jobs.jobs.values()
+                    if not job.spec.internal
+                ]
+            }
+        )
 
-    def _cancel(self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any) -> None:
+    def _cancel(
+        self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any
+    ) -> None:
         job = self.jobs.get(header["job_id"])
         self.jobs.cancel(job, header.get("reason") or "cancelled")
         job.when_done(lambda job: self._answer_job(job, answer))
 
-    def _signal(self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any) -> None:
+    def _signal(
+        self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any
+    ) -> None:
         self.jobs.send_signal(self.jobs.get(header["job_id"]), int(header["signal"]))
         answer({})
 
     def _stdin(self, header: dict[str, Any], payload: bytes, answer: Callable[..., None], _fail: Any) -> None:
-        self.jobs.write_stdin(self.jobs.get(header["job_id"]), payload, bool(header.get("eof")), lambda: answer({}))
+        self.jobs.write_stdin(
+            self.jobs.get(header["job_id"]), payload, bool(header.get("eof")), lambda: answer({})
+        )
 
-    def _forget(self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any) -> None:
+    def _forget(
+        self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any
+    ) -> None:
         self.jobs.forget(header["job_id"])
         answer({})
 
     # ------------------------------------------------------------------------------------------------ files
 
     def _read(self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any) -> None:
-        info, data = self.files.read(header["path"], int(header.get("offset", 0)), int(header.get("limit", CHUNK_BYTES)))
+        info, data = self.files.read(
+            header["path"], int(header.get("offset", 0)), int(header.get("limit", CHUNK_BYTES))
+        )
         answer(info, data)
 
     def _write(self, header: dict[str, Any], payload: bytes, answer: Callable[..., None], _fail: Any) -> None:
@@ -289,7 +334,9 @@ class Agent:
         answer(self.files.write(header["path"], header["upload"], int(header.get("offset", 0)), payload,
                                 bool(header.get("last", True)), None if mode is None else int(mode) & 0o7777))  # fmt: skip
 
-    def _abort(self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any) -> None:
+    def _abort(
+        self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any
+    ) -> None:
         self.files.abort(header["upload"])
         answer({})
 
@@ -298,12 +345,18 @@ class Agent:
 
     # ---------------------------------------------------------------------------------------------- looking
 
-    def _ping(self, _header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any) -> None:
+    def _ping(
+        self, _header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any
+    ) -> None:
         answer({"now": time.time()})
 
-    def _log_op(self, _header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any) -> None:
-        answer({"lines": list(self._log_lines)})
+    def _log_op(
+        self, _header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any
+    ) -> None:
+        answer({"lines": os.pread(self._log_fd, _LOG_BYTES, 0).decode("utf-8", "replace").splitlines()})
 
-    def _statvfs(self, _header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any) -> None:
+    def _statvfs(
+        self, _header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any
+    ) -> None:
         info = os.statvfs("/")
         answer({"total_bytes": info.f_blocks * info.f_frsize, "free_bytes": info.f_bavail * info.f_frsize})

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import _posixsubprocess
 import errno
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
 
-import _posixsubprocess
-from orchard.env.agent.accounts import Account
+TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from orchard.env.agent.accounts import Account
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -26,13 +27,15 @@ class SpawnError(Exception):
         self.stage = stage
 
 
-@dataclass(slots=True)
 class Command:
     """What to execute: candidates of the program's path are tried in order."""
 
-    argv: list[bytes]
-    candidates: list[bytes]
-    late_stderr: bool = False
+    __slots__ = ("argv", "candidates", "late_stderr")
+
+    def __init__(self, argv: list[bytes], candidates: list[bytes], late_stderr: bool) -> None:
+        self.argv = argv
+        self.candidates = candidates
+        self.late_stderr = late_stderr
 
 
 def _executable(path: str) -> bool:
@@ -75,7 +78,9 @@ def resolve(command: str | list[str], login_shell: bool, path: str) -> Command:
         else:
             shell = _shell("bash") or _shell("sh")
             if shell is None:
-                raise SpawnError(errno.ENOENT, "exec", "sh (this image has no shell: give the command as a list)")
+                raise SpawnError(
+                    errno.ENOENT, "exec", "sh (this image has no shell: give the command as a list)"
+                )
             argv = [shell, "-c", command]
     elif login_shell:
         # The environment of a login shell, then exactly this argv.
@@ -90,11 +95,6 @@ def resolve(command: str | list[str], login_shell: bool, path: str) -> Command:
 
 def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
-
-
-@cache
-def _error_kinds() -> dict[bytes, str]:
-    return {b"noexec": "chdir", b"noexec:chdir": "chdir", b"": "exec"}
 
 
 def spawn(
@@ -124,14 +124,14 @@ def spawn(
     try:
         try:
             pid = _posixsubprocess.fork_exec(
-                command.argv, command.candidates, True, keep, _bytes(cwd),
+                command.argv, command.candidates, True, keep, _bytes(cwd),  # type: ignore[arg-type]
                 [_bytes(f"{name}={value}") for name, value in env.items()],
                 stdin_fd, -1, -1, stdout_fd, -1, start_stderr, err_read, err_write,
                 True, True, -1,
                 None if same_user else account.gid,
                 None if same_user else list(account.groups),
                 None if same_user else account.uid,
-                0o022, None, True,
+                0o022, None, True,  # type: ignore[arg-type]
             )  # fmt: skip
         except OSError as error:
             raise SpawnError(error.errno or errno.EAGAIN, "fork", os.fsdecode(command.argv[0])) from None
@@ -147,6 +147,7 @@ def spawn(
         os.waitpid(pid, 0)
         parts = report.split(b":", 2)
         number = int(parts[1] or b"0", 16) if len(parts) > 1 else errno.EIO
-        stage = _error_kinds().get(parts[2] if len(parts) > 2 else b"", "exec")
+        # Before exec only the change of directory can fail here ("noexec", newer: "noexec:chdir").
+        stage = "chdir" if len(parts) > 2 and parts[2].startswith(b"noexec") else "exec"
         raise SpawnError(number, stage, cwd if stage == "chdir" else os.fsdecode(command.argv[0]))
     return pid

@@ -60,4 +60,6 @@ def close_range(first: int, last: int = 0xFFFFFFFF) -> None:
 def prctl(option: int, arg2: int | bytes = 0, arg3: int = 0) -> int:
     """prctl(2) with integer arguments, or one byte string."""
     second = ctypes.c_char_p(arg2) if isinstance(arg2, bytes) else ctypes.c_ulong(arg2)
-    return checked(_libc.prctl(option, second, ctypes.c_ulong(arg3), ctypes.c_ulong(0), ctypes.c_ulong(0)), "prctl")
+    return checked(
+        _libc.prctl(option, second, ctypes.c_ulong(arg3), ctypes.c_ulong(0), ctypes.c_ulong(0)), "prctl"
+    )

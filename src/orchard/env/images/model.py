@@ -9,10 +9,14 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class ImageMount:
-    """A further file tree of the image at `target` (absolute, inside), stacked like the root."""
+    """A further file tree of the image at `target` (absolute, inside), stacked like the root.
+
+    read_only: the sandbox cannot write there; which also makes it cheaper to start.
+    """
 
     target: str
     layers: tuple[Path, ...]
+    read_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ class Usage:
     oom_kills: int | None = None
 
 
-class StartFailed(Exception):  # noqa: N818 - a fact about a sandbox, not only an error
+class StartFailed(Exception):
     """A sandbox could not be started; `retryable` when the same spec may start a moment later."""
 
     def __init__(self, reason: EndReason, message: str, *, retryable: bool = False) -> None:
@@ -70,9 +70,7 @@ class StartFailed(Exception):  # noqa: N818 - a fact about a sandbox, not only a
 class AgentChannel(Protocol):
     """A multiplexed, authenticated connection to one agent (see `orchard.env.agent.wire`)."""
 
-    async def call(
-        self, op: str, payload: bytes = b"", /, **args: Any
-    ) -> tuple[dict[str, Any], bytes]:
+    async def call(self, op: str, payload: bytes = b"", /, **args: Any) -> tuple[dict[str, Any], bytes]:
         """One request and its answer: JSON header and raw payload.
 
         Raises the `OrchardError` that the agent answered with, or `AgentUnreachable` when the channel broke

@@ -97,7 +97,9 @@ class AgentProtocolChannel(asyncio.Protocol):
             self._on_lost()
 
     def _unreachable(self) -> AgentUnreachable:
-        return AgentUnreachable(f"the connection to the agent of sandbox {self._sandbox_id} is gone; look at the sandbox")
+        return AgentUnreachable(
+            f"the connection to the agent of sandbox {self._sandbox_id} is gone; look at the sandbox"
+        )
 
 
 def _typed(error: dict[str, Any]) -> OrchardError:

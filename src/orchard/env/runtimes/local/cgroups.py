@@ -10,21 +10,16 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
-from typing import Any
+
+TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
+if TYPE_CHECKING:
+    from typing import Any
+
+    from orchard.env.runtimes.local.spec import LaunchSpec
 
 _V1_CONTROLLERS = ("memory", "pids", "cpu")
 _CPU_PERIOD_US = 100_000
 DEFAULT_PIDS = 2048
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of one sandbox; sizes in bytes, cpu in cores, None is no limit."""
-
-    cpu_cores: float | None = None
-    memory_bytes: int | None = None
-    pids: int = DEFAULT_PIDS
 
 
 def _read(path: str) -> str | None:
@@ -60,7 +55,9 @@ def _field(text: str | None, name: str) -> int | None:
 class Cgroups:
     """The groups of one service instance. `detect` finds the hierarchies; nothing is made before `prepare`."""
 
-    def __init__(self, instance: str, v2_root: str, v1_roots: dict[str, str], v2_controllers: frozenset[str]) -> None:
+    def __init__(
+        self, instance: str, v2_root: str, v1_roots: dict[str, str], v2_controllers: frozenset[str]
+    ) -> None:
         self.instance = instance
         self.v2_root = v2_root
         self.v1_roots = v1_roots
@@ -71,7 +68,8 @@ class Cgroups:
     @classmethod
     def detect(cls, instance: str, mounts: str = "/proc/self/mounts") -> Cgroups:
         """OSError if no version 2 hierarchy is mounted (it ends process trees and holds the commands)."""
-        v2_root, v1_roots = "", {}
+        v2_root = ""
+        v1_roots: dict[str, str] = {}
         for line in (_read(mounts) or "").splitlines():
             _, target, kind, options = line.split(" ")[:4]
             if kind == "cgroup2" and not v2_root:
@@ -81,9 +79,13 @@ class Cgroups:
                     if name in options.split(","):
                         v1_roots.setdefault(name, target)
         if not v2_root:
-            raise OSError("no cgroup2 hierarchy is mounted; mount one: mount -t cgroup2 none /sys/fs/cgroup/unified")
+            raise OSError(
+                "no cgroup2 hierarchy is mounted; mount one: mount -t cgroup2 none /sys/fs/cgroup/unified"
+            )
         v2 = frozenset((_read(f"{v2_root}/cgroup.controllers") or "").split())
-        return cls(instance, v2_root, {n: r for n, r in v1_roots.items() if n not in v2}, v2 & set(_V1_CONTROLLERS))
+        return cls(
+            instance, v2_root, {n: r for n, r in v1_roots.items() if n not in v2}, v2 & set(_V1_CONTROLLERS)
+        )
 
     def enforced(self) -> set[str]:
         """Which of cpu, memory and pids can be limited here."""
@@ -97,8 +99,9 @@ class Cgroups:
             for folder in (self.v2_root, f"{self.v2_root}/orchard", self.v2):
                 _write(f"{folder}/cgroup.subtree_control", enable)
 
-    def create(self, sandbox_id: str, limits: Limits, owner_uid: int) -> None:
-        """Make the groups of a sandbox; `owner_uid` (its root) may make groups for commands in `box`."""
+    def create(self, limits: LaunchSpec) -> None:
+        """Make the groups of a sandbox; its root may make groups for commands in `box`."""
+        sandbox_id, owner_uid = limits.sandbox_id, limits.base_uid
         home = f"{self.v2}/{sandbox_id}"
         os.mkdir(home)
         box = f"{home}/box"
@@ -113,19 +116,19 @@ class Cgroups:
             self._limit_v1(name, path, limits)
         self._limit_v2(sandbox_id, limits)
 
-    def _limit_v1(self, name: str, path: str, limits: Limits) -> None:
+    def _limit_v1(self, name: str, path: str, limits: LaunchSpec) -> None:
         if name == "memory" and limits.memory_bytes is not None:
             _write(f"{path}/memory.limit_in_bytes", str(limits.memory_bytes))
             swap = f"{path}/memory.memsw.limit_in_bytes"
             if os.path.exists(swap):
                 _write(swap, str(limits.memory_bytes))
         elif name == "pids":
-            _write(f"{path}/pids.max", str(limits.pids))
+            _write(f"{path}/pids.max", str(limits.pids or DEFAULT_PIDS))
         elif name == "cpu" and limits.cpu_cores is not None:
             _write(f"{path}/cpu.cfs_period_us", str(_CPU_PERIOD_US))
             _write(f"{path}/cpu.cfs_quota_us", str(max(1000, int(limits.cpu_cores * _CPU_PERIOD_US))))
 
-    def _limit_v2(self, sandbox_id: str, limits: Limits) -> None:
+    def _limit_v2(self, sandbox_id: str, limits: LaunchSpec) -> None:
         # Limits on `home` would bind the agent too, so the controllers are passed down to `box`.
         if not self.v2_controllers:
             return
@@ -136,7 +139,7 @@ class Cgroups:
             if os.path.exists(f"{box}/memory.swap.max"):
                 _write(f"{box}/memory.swap.max", "0")
         if "pids" in self.v2_controllers:
-            _write(f"{box}/pids.max", str(limits.pids))
+            _write(f"{box}/pids.max", str(limits.pids or DEFAULT_PIDS))
         if "cpu" in self.v2_controllers and limits.cpu_cores is not None:
             _write(f"{box}/cpu.max", f"{max(1000, int(limits.cpu_cores * _CPU_PERIOD_US))} {_CPU_PERIOD_US}")
 
@@ -215,6 +218,15 @@ class Cgroups:
                     self._remove_tree(entry.path)
             os.rmdir(path)
 
+    def remove_instance(self) -> None:
+        """Remove what `prepare` made, if no sandbox is left in it."""
+        for path in (self.v2, *self.v1.values()):
+            for folder in (path, os.path.dirname(path)):
+                try:
+                    os.rmdir(folder)
+                except OSError:
+                    break  # in use: by a sandbox, or by another instance
+
     def peak_memory_bytes(self, sandbox_id: str) -> int | None:
         if "memory" in self.v1:
             return _read_int(f"{self.v1['memory']}/{sandbox_id}/memory.max_usage_in_bytes")
@@ -227,12 +239,14 @@ class Cgroups:
         memory = f"{self.v1['memory']}/{sandbox_id}" if "memory" in self.v1 else ""
         pids = f"{self.v1['pids']}/{sandbox_id}" if "pids" in self.v1 else box
         oom_file = self.oom_file(sandbox_id)
-        return dict(
-            cpu_seconds=None if usec is None else usec / 1e6,
-            memory_bytes=_read_int(f"{memory}/memory.usage_in_bytes" if memory else f"{box}/memory.current"),
-            peak_memory_bytes=self.peak_memory_bytes(sandbox_id),
-            memory_limit_bytes=_read_int(f"{memory}/memory.limit_in_bytes" if memory else f"{box}/memory.max"),
-            pids=_read_int(f"{pids}/pids.current"),
-            pids_limit=_read_int(f"{pids}/pids.max"),
-            oom_kills=_field(_read(oom_file), "oom_kill") if oom_file else None,
-        )
+        return {
+            "cpu_seconds": None if usec is None else usec / 1e6,
+            "memory_bytes": _read_int(f"{memory}/memory.usage_in_bytes" if memory else f"{box}/memory.current"),
+            "peak_memory_bytes": self.peak_memory_bytes(sandbox_id),
+            "memory_limit_bytes": _read_int(
+                f"{memory}/memory.limit_in_bytes" if memory else f"{box}/memory.max"
+            ),
+            "pids": _read_int(f"{pids}/pids.current"),
+            "pids_limit": _read_int(f"{pids}/pids.max"),
+            "oom_kills": _field(_read(oom_file), "oom_kill") if oom_file else None,
+        }

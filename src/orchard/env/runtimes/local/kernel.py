@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-
 import struct
+
+TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 from orchard.env.agent import syscalls
 from orchard.env.agent.syscalls import checked
@@ -48,13 +51,14 @@ MS_REC = 0x4000
 MS_PRIVATE = 1 << 18
 MNT_DETACH = 2
 
-CAP_NAMES = (
-    "CHOWN DAC_OVERRIDE DAC_READ_SEARCH FOWNER FSETID KILL SETGID SETUID SETPCAP LINUX_IMMUTABLE "
-    "NET_BIND_SERVICE NET_BROADCAST NET_ADMIN NET_RAW IPC_LOCK IPC_OWNER SYS_MODULE SYS_RAWIO SYS_CHROOT "
-    "SYS_PTRACE SYS_PACCT SYS_ADMIN SYS_BOOT SYS_NICE SYS_RESOURCE SYS_TIME SYS_TTY_CONFIG MKNOD LEASE "
-    "AUDIT_WRITE AUDIT_CONTROL SETFCAP MAC_OVERRIDE MAC_ADMIN SYSLOG WAKE_ALARM BLOCK_SUSPEND AUDIT_READ "
-    "PERFMON BPF CHECKPOINT_RESTORE"
-).split()
+CAP_NAMES = (  # in the order of their numbers
+    "CHOWN", "DAC_OVERRIDE", "DAC_READ_SEARCH", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP",
+    "LINUX_IMMUTABLE", "NET_BIND_SERVICE", "NET_BROADCAST", "NET_ADMIN", "NET_RAW", "IPC_LOCK",
+    "IPC_OWNER", "SYS_MODULE", "SYS_RAWIO", "SYS_CHROOT", "SYS_PTRACE", "SYS_PACCT", "SYS_ADMIN",
+    "SYS_BOOT", "SYS_NICE", "SYS_RESOURCE", "SYS_TIME", "SYS_TTY_CONFIG", "MKNOD", "LEASE", "AUDIT_WRITE",
+    "AUDIT_CONTROL", "SETFCAP", "MAC_OVERRIDE", "MAC_ADMIN", "SYSLOG", "WAKE_ALARM", "BLOCK_SUSPEND",
+    "AUDIT_READ", "PERFMON", "BPF", "CHECKPOINT_RESTORE",
+)  # fmt: skip
 
 
 def clone3(flags: int, cgroup_fd: int = -1) -> int:
@@ -64,7 +68,9 @@ def clone3(flags: int, cgroup_fd: int = -1) -> int:
     """
     if cgroup_fd >= 0:
         flags |= CLONE_INTO_CGROUP
-    args = ctypes.create_string_buffer(struct.pack("<11Q", flags, 0, 0, 0, 17, 0, 0, 0, 0, 0, max(cgroup_fd, 0)), 88)
+    args = ctypes.create_string_buffer(
+        struct.pack("<11Q", flags, 0, 0, 0, 17, 0, 0, 0, 0, 0, max(cgroup_fd, 0)), 88
+    )
     return checked(_syscall(_CLONE3, args, 88), "clone3")
 
 
@@ -84,7 +90,9 @@ def sethostname(name: str) -> None:
 def mount(source: str, target: str, kind: str | None, flags: int = 0, data: str | None = None) -> None:
     """mount(2), where the old interface is the simpler one."""
     encoded = [None if text is None else os.fsencode(text) for text in (source, target, kind, data)]
-    checked(_libc.mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3]), f"mount {target}")
+    checked(
+        _libc.mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3]), f"mount {target}"
+    )
 
 
 def umount(target: str, flags: int = 0) -> None:
@@ -107,10 +115,13 @@ def mount_setattr(fd: int, attributes: int, userns_fd: int = -1) -> None:
 
 def move_mount(fd: int, target: str) -> None:
     """Attach a detached mount at `target`."""
-    checked(_syscall(_MOVE_MOUNT, fd, b"", AT_FDCWD, os.fsencode(target), _MOVE_MOUNT_F_EMPTY_PATH), f"move_mount {target}")
+    checked(
+        _syscall(_MOVE_MOUNT, fd, b"", AT_FDCWD, os.fsencode(target), _MOVE_MOUNT_F_EMPTY_PATH),
+        f"move_mount {target}",
+    )
 
 
-def new_mount(kind: str, options: list[tuple[str, str | None]], attributes: int = 0) -> int:
+def new_mount(kind: str, options: Sequence[tuple[str, str | None]], attributes: int = 0) -> int:
     """A new, detached mount of file system `kind`; options as (name, value) or (flag, None)."""
     fs = checked(_syscall(_FSOPEN, kind.encode(), 1), f"fsopen {kind}")
     try:
@@ -131,16 +142,18 @@ def pivot_root_here() -> None:
     os.chdir("/")
 
 
-def drop_capabilities(keep: frozenset[str]) -> None:
-    """Limit this process, and whatever it will execute, to `keep` (names without CAP_)."""
-    last = int(_read_text("/proc/sys/kernel/cap_last_cap", str(len(CAP_NAMES) - 1)))
-    mask = 0
+def limit_bounding_set(keep: frozenset[str]) -> None:
+    """Whatever this process or its children execute gets at most `keep` (names without CAP_)."""
+    with open("/proc/sys/kernel/cap_last_cap") as file:
+        last = int(file.read())
     for number in range(last + 1):
-        name = CAP_NAMES[number] if number < len(CAP_NAMES) else ""
-        if name in keep:
-            mask |= 1 << number
-        else:
+        if number >= len(CAP_NAMES) or CAP_NAMES[number] not in keep:
             syscalls.prctl(syscalls.PR_CAPBSET_DROP, number)
+
+
+def limit_capabilities(keep: frozenset[str]) -> None:
+    """This process keeps `keep` and nothing else."""
+    mask = sum(1 << number for number, name in enumerate(CAP_NAMES) if name in keep)
     low, high = mask & 0xFFFFFFFF, mask >> 32
     header = struct.pack("<II", 0x20080522, 0)
     data = struct.pack("<6I", low, low, 0, high, high, 0)
@@ -152,11 +165,3 @@ def install_seccomp(program: bytes) -> None:
     buffer = ctypes.create_string_buffer(program, len(program))
     fprog = struct.pack("<HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer))
     checked(_syscall(_SECCOMP, 1, 0, fprog), "seccomp")
-
-
-def _read_text(path: str, default: str) -> str:
-    try:
-        with open(path) as file:
-            return file.read().strip()
-    except OSError:
-        return default

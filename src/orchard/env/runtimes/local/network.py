@@ -60,7 +60,9 @@ class Network:
         number = slot + _RESERVED_ADDRESSES
         if number >= self._subnet.num_addresses - 1 or slot >= MAX_SLOTS:
             raise RuntimeRefused(f"the sandbox network {self._subnet} is full; choose a larger one")
-        return NetworkSpec(str(self._subnet[number]), self._subnet.prefixlen, str(self._subnet[1]), nameservers())
+        return NetworkSpec(
+            str(self._subnet[number]), self._subnet.prefixlen, str(self._subnet[1]), nameservers()
+        )
 
     def veth(self, slot: int) -> str:
         return f"ov{self._instance[:6]}{slot:x}"
@@ -102,10 +104,16 @@ class Network:
     def close(self, *, remove: bool) -> None:
         """Close the netlink socket; with `remove` also take down the bridge and its rules."""
         with self._lock:
-            if remove and (self._ready or Path(f"/sys/class/net/{self._bridge}").exists()) and self._connect():
+            if (
+                remove
+                and (self._ready or Path(f"/sys/class/net/{self._bridge}").exists())
+                and self._connect()
+            ):
                 self._delete_link(self._bridge)
                 if shutil.which("nft"):
-                    subprocess.run(["nft", "delete", "table", "inet", self._table], capture_output=True, check=False)
+                    subprocess.run(
+                        ["nft", "delete", "table", "inet", self._table], capture_output=True, check=False
+                    )
             if self._ip is not None:
                 self._ip.close()
                 self._ip = None
@@ -129,14 +137,19 @@ class Network:
         if self._ready:
             return
         if shutil.which("nft") is None:
-            raise RuntimeRefused("block_network=false needs `nft` on this machine: install the package nftables")
+            raise RuntimeRefused(
+                "block_network=false needs `nft` on this machine: install the package nftables"
+            )
         gateway = self._subnet[1]
         found = self._ip.link_lookup(ifname=self._bridge)
         if not found:
             self._ip.link("add", ifname=self._bridge, kind="bridge")
             found = self._ip.link_lookup(ifname=self._bridge)
             self._ip.addr("add", index=found[0], address=str(gateway), prefixlen=self._subnet.prefixlen)
-        for path, value in ((f"/proc/sys/net/ipv6/conf/{self._bridge}/disable_ipv6", "1"), ("/proc/sys/net/ipv4/ip_forward", "1")):
+        for path, value in (
+            (f"/proc/sys/net/ipv6/conf/{self._bridge}/disable_ipv6", "1"),
+            ("/proc/sys/net/ipv4/ip_forward", "1"),
+        ):
             if Path(path).exists():
                 Path(path).write_text(value)
         # The rules stand before the bridge comes up: there is no moment in which it is open.

@@ -10,7 +10,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class LocalHandle:
     state: dict[str, Any]
     channel: AgentProtocolChannel | None = None
     deleting: bool = False
+    exit_code: int | None = None
 
     @property
     def slot(self) -> int:
@@ -89,7 +90,7 @@ class LocalRuntime:
         self._control: socket.socket | None = None
         self._zygote_ready: asyncio.Future[None] | None = None
         self._sandboxes_fd = -1
-        self._exit_codes: dict[str, int] = {}
+        self._removals: dict[str, asyncio.Task[Postmortem]] = {}
         self._closing = False
         self._restart_lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -99,7 +100,9 @@ class LocalRuntime:
 
     async def start(self) -> None:
         if os.geteuid() != 0:
-            raise RuntimeRefused("the local runtime needs root in this version; run the service as root (`orchard doctor` says more)")
+            raise RuntimeRefused(
+                "the local runtime needs root in this version; run the service as root (`orchard doctor` says more)"
+            )
         self._state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         sandboxes = self._state_dir / "sandboxes"
         sandboxes.mkdir(mode=0o700, exist_ok=True)
@@ -112,7 +115,11 @@ class LocalRuntime:
         loop = asyncio.get_running_loop()
         self._control = ours
         self._zygote_ready = loop.create_future()
-        options = {"state_dir": str(self._state_dir), "instance": self._instance, "control_fd": theirs.fileno()}
+        options = {
+            "state_dir": str(self._state_dir),
+            "instance": self._instance,
+            "control_fd": theirs.fileno(),
+        }
         try:
             self._zygote = await asyncio.create_subprocess_exec(
                 sys.executable, "-I", "-S", str(Path(__file__).with_name("zygote_main.py")), json.dumps(options),
@@ -136,6 +143,8 @@ class LocalRuntime:
         if self._zygote is not None:
             await self._zygote.wait()
         await asyncio.to_thread(self._network.close, remove=not self._handles)
+        if not self._handles:
+            self._cgroups.remove_instance()
         if self._sandboxes_fd >= 0:
             os.close(self._sandboxes_fd)
             self._sandboxes_fd = -1
@@ -169,15 +178,25 @@ class LocalRuntime:
                 if event == "ready":
                     ready.set_result(None)
                 else:
-                    ready.set_exception(RuntimeRefused(f"this machine does not allow sandboxes: {message['detail']}; see `orchard doctor`"))
+                    ready.set_exception(
+                        RuntimeRefused(
+                            f"this machine does not allow sandboxes: {message['detail']}; see `orchard doctor`"
+                        )
+                    )
             return
         sandbox_id = message["sandbox_id"]
         starting = self._starting.get(sandbox_id)
         if event == "exit":
-            self._exit_codes[sandbox_id] = message["code"]
+            handle = self._handles.get(sandbox_id)
+            # A late word on an earlier sandbox of the same id is not about this one.
+            if handle is not None and handle.state.get("pid", message["pid"]) == message["pid"]:
+                handle.exit_code = message["code"]
             if starting is not None and not starting.failed.done():
-                starting.failed.set_result({"detail": f"the agent exited with {message['code']} while starting"})
+                starting.failed.set_result(
+                    {"detail": f"the agent exited with {message['code']} while starting"}
+                )
         elif starting is not None and event == "forked" and not starting.forked.done():
+            self._handles[sandbox_id].state["pid"] = message["pid"]
             starting.forked.set_result(message["pid"])
         elif starting is not None and event == "failed" and not starting.failed.done():
             starting.failed.set_result(message)
@@ -187,7 +206,9 @@ class LocalRuntime:
         self._drop_control()
         ready = self._zygote_ready
         if ready is not None and not ready.done():
-            ready.set_exception(RuntimeRefused("the sandbox launcher ended while starting; its error is in the log above"))
+            ready.set_exception(
+                RuntimeRefused("the sandbox launcher ended while starting; its error is in the log above")
+            )
         for starting in self._starting.values():
             if not starting.failed.done():
                 starting.failed.set_result({"detail": "the sandbox launcher ended", "retryable": True})
@@ -206,7 +227,9 @@ class LocalRuntime:
     async def create(self, spec: SandboxSpec, progress: Callable[[str], None] = lambda _line: None) -> Handle:
         image = await self._resolve(spec.image)
         slot = self._slots.take()
-        handle = LocalHandle(spec.sandbox_id, {"slot": slot, "network": not spec.block_network, "disk": spec.disk_bytes})
+        handle = LocalHandle(
+            spec.sandbox_id, {"slot": slot, "network": not spec.block_network, "disk": spec.disk_bytes}
+        )
         self._handles[spec.sandbox_id] = handle
         loop = asyncio.get_running_loop()
         starting = _Starting(loop.create_future(), loop.create_future())
@@ -214,9 +237,8 @@ class LocalRuntime:
         try:
             await self._launch(handle, spec, image, starting, progress)
         except BaseException as error:
-            # Shielded: a cancelled creation must not leave half a sandbox.
             self._starting.pop(spec.sandbox_id, None)
-            await asyncio.shield(self._remove(spec.sandbox_id))
+            await self._remove(spec.sandbox_id)
             if isinstance(error, OrchardError):
                 raise StartFailed(EndReason.RUNTIME_ERROR, error.detail) from error
             raise
@@ -237,16 +259,15 @@ class LocalRuntime:
         launch = LaunchSpec(
             sandbox_id=spec.sandbox_id, slot=handle.slot,
             layers=[str(layer) for layer in image.layers],
-            mounts=[(mount.target, [str(layer) for layer in mount.layers]) for mount in image.mounts],
+            mounts=[(mount.target, [str(layer) for layer in mount.layers], mount.read_only) for mount in image.mounts],
             image_ref=spec.image, image_digest=image.digest, cpu_cores=spec.cpu_cores,
             memory_bytes=spec.memory_bytes, disk_bytes=spec.disk_bytes, pids=spec.pids,
             network=None if spec.block_network else self._network.spec(handle.slot),
         )  # fmt: skip
         async with asyncio.timeout(_AGENT_START_S):
             try:
-                await self._ask({"op": "create", "spec": asdict(launch)})
+                await self._ask({"op": "create", "spec": launch.to_wire()})
                 pid = await self._or_failure(starting.forked, starting)
-                handle.state["pid"] = pid
                 if not spec.block_network:
                     await asyncio.to_thread(self._network.attach, handle.slot, pid)
                     await self._ask({"op": "go", "sandbox_id": spec.sandbox_id})
@@ -256,17 +277,28 @@ class LocalRuntime:
                     working_dir=spec.working_dir or image.working_dir, user=spec.user or image.user,
                 )  # fmt: skip
             except TimeoutError:
-                raise StartFailed(EndReason.AGENT_DID_NOT_START, f"no answer from the agent within {_AGENT_START_S:g} s", retryable=True) from None
+                raise StartFailed(
+                    EndReason.AGENT_DID_NOT_START,
+                    f"no answer from the agent within {_AGENT_START_S:g} s",
+                    retryable=True,
+                ) from None
             except AgentUnreachable as error:
                 # It may have said why a moment ago.
-                failure = await asyncio.wait_for(starting.failed, 1.0) if not starting.failed.done() else starting.failed.result()
+                failure = (
+                    await asyncio.wait_for(starting.failed, 1.0)
+                    if not starting.failed.done()
+                    else starting.failed.result()
+                )
                 raise self._start_failure(failure) from error
         progress(f"agent is process {pid}, slot {handle.slot}")
 
     async def _or_failure(self, wanted: asyncio.Future[Any], starting: _Starting) -> Any:
-        await asyncio.wait({wanted, starting.failed}, return_when=asyncio.FIRST_COMPLETED)
-        if starting.failed.done() and not (wanted.done() and not wanted.exception()):
-            wanted.cancel()
+        try:
+            await asyncio.wait({wanted, starting.failed}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not wanted.done():
+                wanted.cancel()
+        if starting.failed.done() and (wanted.cancelled() or not wanted.done() or wanted.exception()):
             raise self._start_failure(starting.failed.result())
         return wanted.result()
 
@@ -324,34 +356,46 @@ class LocalRuntime:
         if handle.deleting:
             return
         await asyncio.sleep(0)  # let the zygote's word on the exit code come first
-        postmortem = await self._remove(handle.sandbox_id, EndReason.AGENT_LOST, "the agent ended, and the sandbox with it")
+        postmortem = await self._remove(
+            handle.sandbox_id, EndReason.AGENT_LOST, "the agent ended, and the sandbox with it"
+        )
         self.on_death(handle.sandbox_id, postmortem)
 
     def _agent_gone(self, handle: LocalHandle) -> bool:
-        return handle.sandbox_id in self._exit_codes or self._cgroups.empty(handle.sandbox_id)
+        return handle.exit_code is not None or self._cgroups.empty(handle.sandbox_id)
 
     # -------------------------------------------------------------------------------------------- deletion
 
     async def delete(self, sandbox_id: str) -> Postmortem:
         return await self._remove(sandbox_id)
 
-    async def _remove(self, sandbox_id: str, reason: EndReason = EndReason.DELETED, message: str = "") -> Postmortem:
+    async def _remove(
+        self, sandbox_id: str, reason: EndReason = EndReason.DELETED, message: str = ""
+    ) -> Postmortem:
+        """Remove everything of a sandbox; concurrent callers share one removal, which no cancellation stops."""
+        removal = self._removals.get(sandbox_id)
+        if removal is None:
+            removal = asyncio.get_running_loop().create_task(self._remove_now(sandbox_id, reason, message))
+            self._removals[sandbox_id] = removal
+            removal.add_done_callback(lambda _task: self._removals.pop(sandbox_id, None))
+        return await asyncio.shield(removal)
+
+    async def _remove_now(self, sandbox_id: str, reason: EndReason, message: str) -> Postmortem:
         handle = self._handles.get(sandbox_id)
-        log: tuple[str, ...] = ()
         if handle is not None:
             handle.deleting = True
             if handle.channel is not None:
                 await handle.channel.close()
         peak = self._cgroups.peak_memory_bytes(sandbox_id)
+        log = tuple(_log_tail(self._state_dir / "sandboxes" / sandbox_id / "agent.log"))
         self._cgroups.kill(sandbox_id)
         await self._gone(sandbox_id)
         if handle is not None and handle.state.get("network"):
             await asyncio.to_thread(self._network.detach, handle.slot)
         await self._remove_files(sandbox_id)
-        exit_code = self._exit_codes.pop(sandbox_id, None)
         if self._handles.pop(sandbox_id, None) is not None and handle is not None:
             self._slots.give_back(handle.slot)
-        return Postmortem(reason, message, exit_code, peak, log)
+        return Postmortem(reason, message, handle.exit_code if handle else None, peak, log)
 
     async def _gone(self, sandbox_id: str) -> None:
         """Wait until no process is left (the kernel is killing them)."""
@@ -418,7 +462,12 @@ class LocalRuntime:
     async def channel(self, sandbox_id: str) -> AgentProtocolChannel:
         handle = self._handles.get(sandbox_id)
         if handle is None or handle.channel is None or handle.channel.closed:
-            if handle is not None and not handle.deleting and sandbox_id not in self._starting and not self._agent_gone(handle):
+            if (
+                handle is not None
+                and not handle.deleting
+                and sandbox_id not in self._starting
+                and not self._agent_gone(handle)
+            ):
                 return await self._connect(handle)
             raise AgentUnreachable(f"sandbox {sandbox_id} has no live agent")
         return handle.channel
@@ -452,13 +501,22 @@ class LocalRuntime:
 
     def describe(self) -> list[str]:
         enforced = self._cgroups.enforced()
-        lines = ["isolation: user, mount, pid, net, ipc, uts and cgroup namespaces, seccomp, no_new_privs, dropped capabilities"]
+        lines = [
+            "isolation: user, mount, pid, net, ipc, uts and cgroup namespaces, seccomp, no_new_privs, dropped capabilities"
+        ]
         lines.append(f"limits enforced: {', '.join(sorted(enforced)) or 'none'}")
         for name in sorted({"cpu", "memory", "pids"} - enforced):
             lines.append(f"weaker: no {name} limit can be enforced here (no {name} cgroup controller)")
         if shutil.which("nft") is None:
             lines.append("weaker: block_network=false is refused (nft is not installed: package nftables)")
         return lines
+
+
+def _log_tail(path: Path, lines: int = 50) -> list[str]:
+    try:
+        return path.read_text(errors="replace").splitlines()[-lines:]
+    except OSError:
+        return []
 
 
 def _meminfo() -> dict[str, int]:
@@ -488,10 +546,11 @@ def _nearly_empty(path: Path, limit: int = 24) -> bool:
 
 
 def _remove_tree(path: Path) -> None:
-    """Remove a sandbox's directory; overlayfs leaves its work directory without any mode bits."""
-    if not path.exists():
+    """Remove a sandbox's directory, if it is there."""
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:
         return
-    shutil.rmtree(path, ignore_errors=False)
 
 
 def _tree_bytes(path: Path) -> int:

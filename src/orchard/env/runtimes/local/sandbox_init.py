@@ -13,25 +13,26 @@ import os
 import resource
 import socket
 import struct
-import sys
-from dataclasses import dataclass
 
 from orchard.env.agent import syscalls
-from orchard.env.agent.containment import CgroupContainment
 from orchard.env.agent.server import Agent
 from orchard.env.runtimes.local import kernel
-from orchard.env.runtimes.local.spec import LaunchSpec, NetworkSpec
 
-KEPT_CAPABILITIES = frozenset(
-    "CHOWN DAC_OVERRIDE FOWNER FSETID KILL SETGID SETUID SETPCAP NET_BIND_SERVICE SYS_CHROOT SETFCAP".split()
-)
+TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
+if TYPE_CHECKING:
+    from orchard.env.agent.containment import CgroupContainment
+    from orchard.env.runtimes.local.spec import LaunchSpec, NetworkSpec
+
+KEPT_CAPABILITIES = frozenset((
+    "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP", "NET_BIND_SERVICE",
+    "SYS_CHROOT", "SETFCAP",
+))  # fmt: skip
 _SHM_BYTES = 1 << 30
 _DISK_INODES_PER_MIB = 64
 _SIOCSIFFLAGS, _SIOCSIFADDR, _SIOCSIFNETMASK, _SIOCADDRT = 0x8914, 0x8916, 0x891C, 0x890B
 _IFF_UP_RUNNING = 0x41
 
 
-@dataclass
 class Birth:
     """Descriptors and paths that the zygote hands to a newborn.
 
@@ -39,17 +40,23 @@ class Birth:
     told to the service. go_fd: a byte arrives when the network interface is there, or -1.
     """
 
-    spec: LaunchSpec
-    home: str
-    scratch: str
-    userns_fd: int
-    listener_fd: int
-    null_fd: int
-    token_fd: int
-    containment: CgroupContainment
-    seccomp: bytes
-    control_fd: int
-    go_fd: int = -1
+    def __init__(
+        self, *, spec: LaunchSpec, home: str, scratch: str, userns_fd: int, listener_fd: int, null_fd: int,
+        token_fd: int, log_fd: int, containment: CgroupContainment, seccomp: bytes, control_fd: int, go_fd: int = -1,
+    ) -> None:  # fmt: skip
+        self.spec = spec
+        self.scratch = scratch
+        self.home = home
+        self.home_link = self.scratch_link = ""
+        self.userns_fd = userns_fd
+        self.listener_fd = listener_fd
+        self.null_fd = null_fd
+        self.token_fd = token_fd
+        self.log_fd = log_fd
+        self.containment = containment
+        self.seccomp = seccomp
+        self.control_fd = control_fd
+        self.go_fd = go_fd
 
 
 def _overlay(birth: Birth, layers: list[str], name: str, first_layer: int) -> int:
@@ -59,11 +66,10 @@ def _overlay(birth: Birth, layers: list[str], name: str, first_layer: int) -> in
     for number, layer in enumerate(layers, first_layer):
         tree = kernel.open_tree(layer)
         kernel.mount_setattr(tree, 0, birth.userns_fd)
-        point = f"{birth.scratch}/l{number}"
-        kernel.move_mount(tree, point)
+        kernel.move_mount(tree, f"{birth.scratch}/l{number}")
         os.close(tree)
-        options.append(("lowerdir+", point))
-    upper_home = f"{birth.scratch}/disk" if spec.disk_bytes is not None else birth.home
+        options.append(("lowerdir+", f"{birth.scratch_link}/l{number}"))
+    upper_home = f"{birth.scratch_link}/disk" if spec.disk_bytes is not None else birth.home_link
     upper, work = f"{upper_home}/{name}", f"{upper_home}/{name}.work"
     os.mkdir(upper, 0o755)
     os.mkdir(work, 0o700)
@@ -78,8 +84,7 @@ def _overlay(birth: Birth, layers: list[str], name: str, first_layer: int) -> in
 def _disk(birth: Birth, size_bytes: int) -> None:
     """A bounded place for the upper directories: ENOSPC at the limit, in blocks and in inodes."""
     inodes = max(4096, (size_bytes >> 20) * _DISK_INODES_PER_MIB)
-    fd = kernel.new_mount("tmpfs", [("size", str(size_bytes)), ("nr_inodes", str(inodes)), ("mode", "0700")],
-                      X)  # fmt: skip
+    fd = kernel.new_mount("tmpfs", [("size", str(size_bytes)), ("nr_inodes", str(inodes)), ("mode", "0700")])
     kernel.move_mount(fd, f"{birth.scratch}/disk")
     os.close(fd)
 
@@ -105,13 +110,21 @@ def build_tree(birth: Birth) -> None:
     spec = birth.spec
     base = spec.base_uid
     root = f"{birth.scratch}/root"
+    # /proc/mounts shows the sandbox how its layers were named: by descriptor, not by this machine's paths.
+    links = [os.open(path, os.O_PATH | os.O_CLOEXEC) for path in (birth.home, birth.scratch)]
+    birth.home_link, birth.scratch_link = (f"/proc/self/fd/{fd}" for fd in links)
     # Mount points that images lack are made by and for the sandbox's root.
     old_mask = os.umask(0)
     if spec.disk_bytes is not None:
         _disk(birth, spec.disk_bytes)
     _attach(_overlay(birth, spec.layers, "upper", 0), root)
     used = len(spec.layers)
-    for number, (target, layers) in enumerate(spec.mounts):
+    for number, (target, layers, read_only) in enumerate(spec.mounts):
+        if read_only and len(layers) == 1:
+            tree = kernel.open_tree(layers[0])
+            kernel.mount_setattr(tree, kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NODEV, birth.userns_fd)
+            _attach(tree, f"{root}{target}")
+            continue
         _attach(_overlay(birth, layers, f"upper.{number}", used), f"{root}{target}")
         used += len(layers)
     nosuid = kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV | kernel.MOUNT_ATTR_NOEXEC
@@ -124,14 +137,30 @@ def build_tree(birth: Birth) -> None:
     kernel.mount_setattr(dev, kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NOEXEC)
     target = _mount_point(root, "dev")
     _attach(dev, target)
-    pts = [("newinstance", None), ("ptmxmode", "0666"), ("mode", "0620"), ("gid", str(base + 5))]
-    _attach(kernel.new_mount("devpts", pts, kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NOEXEC), f"{target}/pts")
+    pts: list[tuple[str, str | None]] = [
+        ("newinstance", None),
+        ("ptmxmode", "0666"),
+        ("mode", "0620"),
+        ("gid", str(base + 5)),
+    ]
+    _attach(
+        kernel.new_mount("devpts", pts, kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NOEXEC), f"{target}/pts"
+    )
     size = min(_SHM_BYTES, spec.memory_bytes or _SHM_BYTES)
-    shm = [("size", str(size)), ("mode", "1777"), ("uid", str(base)), ("gid", str(base))]
-    _attach(kernel.new_mount("tmpfs", shm, kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV), f"{target}/shm")
+    shm: list[tuple[str, str | None]] = [
+        ("size", str(size)),
+        ("mode", "1777"),
+        ("uid", str(base)),
+        ("gid", str(base)),
+    ]
+    _attach(
+        kernel.new_mount("tmpfs", shm, kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV), f"{target}/shm"
+    )
     os.umask(old_mask)
     os.chdir(root)
     kernel.pivot_root_here()
+    for fd in links:
+        os.close(fd)
 
 
 def _write(path: str, text: str) -> None:
@@ -192,20 +221,13 @@ def _etc(name: str, text: str, *, replace: bool) -> None:
             os.unlink(f"/etc/{name}")
         if not replace and os.path.exists(f"/etc/{name}") and os.stat(f"/etc/{name}").st_size > 0:
             return
-        fd = os.open(f"/etc/{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        fd = os.open(
+            f"/etc/{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644
+        )
     except OSError:
         return  # an image that makes this impossible keeps what it has
     os.write(fd, text.encode())
     os.close(fd)
-
-
-def close_imports() -> None:
-    """From here on nothing can be imported: a module that the image planted is never executed."""
-    sys.path.clear()
-    sys.path_hooks.clear()
-    sys.meta_path.clear()
-    sys.path_importer_cache.clear()
-    sys.argv.clear()
 
 
 def become_agent(birth: Birth) -> None:
@@ -230,14 +252,11 @@ def become_agent(birth: Birth) -> None:
     os.umask(0o022)
     os.setsid()
     _etc_files(spec)
-    kernel.drop_capabilities(KEPT_CAPABILITIES)
+    kernel.limit_capabilities(KEPT_CAPABILITIES)
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
     kernel.install_seccomp(birth.seccomp)
-    close_imports()
     listener = socket.socket(fileno=birth.listener_fd)
     os.close(birth.control_fd)
     gc.enable()
-    Agent(listener, token, birth.containment, birth.null_fd).run()
-
-
+    Agent(listener, token, birth.containment, birth.null_fd, birth.log_fd).run()

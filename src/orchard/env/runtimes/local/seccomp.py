@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import errno
 import os
-
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
-_LD, _JEQ, _JGE, _JSET, _ALU_AND, _RET = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
+TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    _Rule = Callable[["_Assembler", str], None]
+
+_LD, _JA, _JEQ, _JGE, _JSET, _ALU_AND, _RET = 0x20, 0x05, 0x15, 0x35, 0x45, 0x54, 0x06
 _ALLOW = 0x7FFF0000
 _ERRNO = 0x00050000
 _NR, _ARCH, _ARGS = 0, 4, 16
@@ -61,12 +64,12 @@ _PERSONALITIES = (0x0, 0x8, 0x20000, 0x20008, 0x40000, 0xFFFFFFFF)
 _AGENT_PID = 1
 
 
-@dataclass
 class _Assembler:
     """Instructions with forward jumps only, by label."""
 
-    code: list[tuple[int, str | int, str | int, int]] = field(default_factory=list)
-    labels: dict[str, int] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.code: list[tuple[int, str | int, str | int, int]] = []
+        self.labels: dict[str, int] = {}
 
     def emit(self, op: int, k: int, yes: str | int = 0, no: str | int = 0) -> None:
         self.code.append((op, yes, no, k & 0xFFFFFFFF))
@@ -80,9 +83,16 @@ class _Assembler:
     def ret(self, number: int) -> None:
         self.emit(_RET, _ERRNO | number if number else _ALLOW)
 
+    def jump(self, label: str) -> None:
+        """Unconditional, and of any distance."""
+        self.code.append((_JA, label, 0, 0))
+
     def assemble(self) -> bytes:
         out = bytearray()
         for at, (op, yes, no, k) in enumerate(self.code):
+            if op == _JA and isinstance(yes, str):
+                out += struct.pack("<HBBI", op, 0, 0, self.labels[yes] - at - 1)
+                continue
             jumps = []
             for jump in (yes, no):
                 distance = self.labels[jump] - at - 1 if isinstance(jump, str) else jump
@@ -91,9 +101,6 @@ class _Assembler:
                 jumps.append(distance)
             out += struct.pack("<HBBI", op, jumps[0], jumps[1], k)
         return bytes(out)
-
-
-_Rule = Callable[[_Assembler, str], None]
 
 
 def build(machine: str | None = None) -> bytes:
@@ -109,12 +116,14 @@ def build(machine: str | None = None) -> bytes:
     a.emit(_LD, _NR)
     a.emit(_JGE, _LAST_KNOWN + 1, 0, 1)  # the x32 numbers lie above too
     a.ret(errno.ENOSYS)
-    for table, number in ((_DENIED, errno.EPERM), (_UNKNOWN, errno.ENOSYS)):
-        for numbers in table.values():
-            nr = numbers[column]
-            if nr is not None:
-                a.emit(_JEQ, nr, 0, 1)
-                a.ret(number)
+    targets = {numbers[column]: "denied" for numbers in _DENIED.values()}
+    targets.update({numbers[column]: "unknown" for numbers in _UNKNOWN.values()})
+    targets.update({numbers[column]: f"rule {name}" for name, numbers in _CALLS.items()})
+    _search(a, sorted((nr, label) for nr, label in targets.items() if nr is not None))
+    a.label("denied")
+    a.ret(errno.EPERM)
+    a.label("unknown")
+    a.ret(errno.ENOSYS)
     rules = {
         "clone": _rule_flags(_NEW_NAMESPACES), "unshare": _rule_flags(_NEW_NAMESPACES | _NEW_TIME),
         "socket": _rule_socket, "ioctl": _rule_ioctl, "personality": _rule_personality,
@@ -123,12 +132,26 @@ def build(machine: str | None = None) -> bytes:
                         _rule_not_the_agent),
     }  # fmt: skip
     for name, rule in rules.items():
-        skip = f"after {name}"
-        a.emit(_JEQ, _CALLS[name][column], 0, skip)
+        a.label(f"rule {name}")
         rule(a, name)
-        a.label(skip)
-    a.ret(0)
     return a.assemble()
+
+
+def _search(a: _Assembler, targets: list[tuple[int, str]]) -> None:
+    """Binary search over the call number. The kernel runs a filter once for every known call when it is
+    installed, to learn which are always allowed: a linear one would cost each sandbox a third of a millisecond."""
+    if len(targets) <= 2:
+        for nr, label in targets:
+            a.emit(_JEQ, nr, 0, 1)
+            a.jump(label)
+        a.ret(0)
+        return
+    middle = len(targets) // 2
+    right = f"from {targets[middle][0]}"
+    a.emit(_JGE, targets[middle][0], right, 0)
+    _search(a, targets[:middle])
+    a.label(right)
+    _search(a, targets[middle:])
 
 
 def _rule_flags(mask: int) -> _Rule:

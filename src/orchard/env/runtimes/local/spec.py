@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
+if TYPE_CHECKING:
+    from typing import Any
 
 #: First host uid of the sandboxes' ranges, and the size of each: slot n owns 65,536 ids of its own.
 FIRST_UID = 0x10000000
@@ -11,42 +12,63 @@ UIDS_PER_SANDBOX = 65536
 MAX_SLOTS = 24_000
 
 
-@dataclass(slots=True)
+def base_uid(slot: int) -> int:
+    """The host uid that is root in the sandbox of this slot."""
+    return FIRST_UID + slot * UIDS_PER_SANDBOX
+
+
 class NetworkSpec:
     """Address of the sandbox's interface and its gateway; name servers for resolv.conf."""
 
-    address: str
-    prefix_len: int
-    gateway: str
-    nameservers: list[str] = field(default_factory=list)
+    __slots__ = ("address", "gateway", "nameservers", "prefix_len")
+
+    def __init__(self, address: str, prefix_len: int, gateway: str, nameservers: list[str]) -> None:
+        self.address = address
+        self.prefix_len = prefix_len
+        self.gateway = gateway
+        self.nameservers = nameservers
 
 
-@dataclass(slots=True)
 class LaunchSpec:
-    """One sandbox. layers: directories of the root, topmost first. mounts: (target, layers) of further trees.
+    """One sandbox. layers: directories of the root, topmost first. mounts: (target, layers, read_only) of
+    further trees.
 
     Sizes in bytes, cpu in cores; None is no limit. slot chooses the uid range.
     """
 
-    sandbox_id: str
-    slot: int
-    layers: list[str]
-    mounts: list[tuple[str, list[str]]] = field(default_factory=list)
-    image_ref: str = ""
-    image_digest: str = ""
-    cpu_cores: float | None = None
-    memory_bytes: int | None = None
-    disk_bytes: int | None = None
-    pids: int | None = None
-    network: NetworkSpec | None = None
+    __slots__ = (
+        "cpu_cores", "disk_bytes", "image_digest", "image_ref", "layers", "memory_bytes", "mounts", "network",
+        "pids", "sandbox_id", "slot",
+    )  # fmt: skip
+
+    def __init__(
+        self, *, sandbox_id: str, slot: int, layers: list[str], mounts: list[tuple[str, list[str], bool]],
+        image_ref: str, image_digest: str, cpu_cores: float | None = None, memory_bytes: int | None = None,
+        disk_bytes: int | None = None, pids: int | None = None, network: NetworkSpec | None = None,
+    ) -> None:  # fmt: skip
+        self.sandbox_id = sandbox_id
+        self.slot = slot
+        self.layers = layers
+        self.mounts = mounts
+        self.image_ref = image_ref
+        self.image_digest = image_digest
+        self.cpu_cores = cpu_cores
+        self.memory_bytes = memory_bytes
+        self.disk_bytes = disk_bytes
+        self.pids = pids
+        self.network = network
 
     @property
     def base_uid(self) -> int:
-        return FIRST_UID + self.slot * UIDS_PER_SANDBOX
+        return base_uid(self.slot)
+
+    def to_wire(self) -> dict[str, Any]:
+        data = {name: getattr(self, name) for name in self.__slots__}
+        if self.network is not None:
+            data["network"] = {name: getattr(self.network, name) for name in self.network.__slots__}
+        return data
 
     @classmethod
     def from_wire(cls, data: dict[str, Any]) -> LaunchSpec:
-        network = data.pop("network", None)
-        spec = cls(**data)
-        spec.network = NetworkSpec(**network) if network else None
-        return spec
+        network = data.pop("network")
+        return cls(**data, network=NetworkSpec(**network) if network else None)

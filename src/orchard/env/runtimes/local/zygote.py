@@ -9,15 +9,6 @@ control socket (one JSON message each) and ends when the service closes it. Sand
 from __future__ import annotations
 
 import ctypes
-import gc
-import json
-import os
-import select
-import signal
-import socket
-import stat
-import sys
-from typing import Any
 
 # Preloaded for the agents: what the standard library would import lazily inside them.
 import encodings.ascii
@@ -26,22 +17,43 @@ import encodings.latin_1
 import encodings.punycode
 import encodings.utf_8
 import errno
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import stat
+import sys
 
 from orchard.env.agent import containment, server
 from orchard.env.agent.syscalls import close_range
 from orchard.env.runtimes.local import kernel, seccomp
-from orchard.env.runtimes.local.cgroups import DEFAULT_PIDS, Cgroups, Limits
-from orchard.env.runtimes.local.sandbox_init import Birth, become_agent
-from orchard.env.runtimes.local.spec import UIDS_PER_SANDBOX, LaunchSpec
+from orchard.env.runtimes.local.cgroups import Cgroups
+from orchard.env.runtimes.local.sandbox_init import KEPT_CAPABILITIES, Birth, become_agent
+from orchard.env.runtimes.local.spec import UIDS_PER_SANDBOX, LaunchSpec, base_uid
+
+TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
+if TYPE_CHECKING:
+    from typing import Any
 
 _PRELOADED = (encodings.ascii, encodings.idna, encodings.latin_1, encodings.punycode, encodings.utf_8, server)
 _MAX_LAYERS = 128
-_PREPARED_USERNS = 16
+#: User namespaces made in idle moments, and how many are kept (every one is a descriptor to copy in each fork).
+_PREPARED_USERNS = 32
+_KEPT_USERNS = 64
 _NAMESPACES = (
     kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC
     | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 )  # fmt: skip
-_DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9), "tty": (5, 0)}
+_DEVICES = {
+    "null": (1, 3),
+    "zero": (1, 5),
+    "full": (1, 7),
+    "random": (1, 8),
+    "urandom": (1, 9),
+    "tty": (5, 0),
+}
 _MAX_MESSAGE = 1 << 20
 
 
@@ -57,12 +69,21 @@ class UserNamespaces:
     def __len__(self) -> int:
         return len(self._fds)
 
-    def get(self, slot: int, base_uid: int) -> int:
-        if slot not in self._fds:
-            self._fds[slot] = self._make(base_uid)
-        return self._fds[slot]
+    def get(self, slot: int) -> tuple[int, bool]:
+        """The namespace of a slot, and whether it is kept (else the caller closes it)."""
+        fd = self._fds.get(slot)
+        if fd is not None:
+            return fd, True
+        fd = self._make(base_uid(slot))
+        if slot < _KEPT_USERNS:
+            self._fds[slot] = fd
+        return fd, slot < _KEPT_USERNS
 
-    def _make(self, base_uid: int) -> int:
+    def prepare_one(self) -> None:
+        """Make the lowest one that is not there yet."""
+        self.get(next(slot for slot in range(_KEPT_USERNS) if slot not in self._fds))
+
+    def _make(self, root_uid: int) -> int:
         ready_read, ready_write = os.pipe2(os.O_CLOEXEC)
         pid = kernel.clone3(kernel.CLONE_NEWUSER)
         if pid == 0:
@@ -79,7 +100,7 @@ class UserNamespaces:
                 raise OSError("the user namespace could not be closed to further ones")
             for name in ("uid_map", "gid_map"):
                 with open(f"/proc/{pid}/{name}", "w") as file:
-                    file.write(f"0 {base_uid} {UIDS_PER_SANDBOX}")
+                    file.write(f"0 {root_uid} {UIDS_PER_SANDBOX}")
             return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         finally:
             os.close(ready_read)
@@ -147,8 +168,7 @@ class Zygote:
             idle = 0 if len(self._userns) < _PREPARED_USERNS else None
             ready = dict(poll.poll(idle))
             if not ready:
-                slot = len(self._userns)
-                self._userns.get(slot, LaunchSpec("", slot, []).base_uid)
+                self._userns.prepare_one()
             if wake_read in ready:
                 os.read(wake_read, 4096)
                 self._reap()
@@ -205,8 +225,7 @@ class Zygote:
         os.mkdir(home, 0o700)
         with open(f"{home}/image.json", "w") as file:
             json.dump({"ref": spec.image_ref, "digest": spec.image_digest}, file)
-        limits = Limits(spec.cpu_cores, spec.memory_bytes, spec.pids or DEFAULT_PIDS)
-        self._cgroups.create(spec.sandbox_id, limits, spec.base_uid)
+        self._cgroups.create(spec)
         opened: list[int] = []
         try:
             birth = self._birth(spec, home, opened)
@@ -250,10 +269,14 @@ class Zygote:
             limit_fds=pairs,
             oom_fd=opening(oom_file, os.O_RDONLY) if oom_file else -1,
         )
+        userns_fd, kept = self._userns.get(spec.slot)
+        if not kept:
+            opened.append(userns_fd)
         return Birth(
-            spec=spec, home=home, scratch=self._scratch, userns_fd=self._userns.get(spec.slot, spec.base_uid),
+            spec=spec, home=home, scratch=self._scratch, userns_fd=userns_fd,
             listener_fd=listener_fd, null_fd=self._null_fd, control_fd=self._control.fileno(),
             token_fd=opening(f"{home}/token", os.O_WRONLY | os.O_CREAT | os.O_EXCL),
+            log_fd=opening(f"{home}/agent.log", os.O_RDWR | os.O_CREAT | os.O_APPEND),
             containment=held, seccomp=self._seccomp,
         )  # fmt: skip
 
@@ -287,7 +310,7 @@ class Zygote:
         held = birth.containment
         for standard in range(3):
             os.dup2(birth.null_fd, standard)
-        keep = {0, 1, 2, birth.userns_fd, birth.listener_fd, birth.null_fd, birth.token_fd, held.box_fd,
+        keep = {0, 1, 2, birth.userns_fd, birth.listener_fd, birth.null_fd, birth.token_fd, birth.log_fd, held.box_fd,
                 held.home_fd, held.oom_fd, birth.go_fd, birth.control_fd}  # fmt: skip
         keep.update(fd for pair in held.limit_fds for fd in pair)
         keep.discard(-1)
@@ -298,6 +321,16 @@ class Zygote:
             last = fd
         close_range(last + 1, 0xFFFFFFFF)
         signal.set_wakeup_fd(-1)
+
+
+def close_imports() -> None:
+    """From here on nothing can be imported, in the agents above all: a module that an image planted at a path
+    of this machine's library is never executed."""
+    sys.path.clear()
+    sys.path_hooks.clear()
+    sys.meta_path.clear()
+    sys.path_importer_cache.clear()
+    sys.argv.clear()
 
 
 def hide_command_line(title: bytes) -> None:
@@ -317,7 +350,14 @@ def main() -> None:
     try:
         zygote.prepare_mounts()
     except OSError as error:
-        control.send(json.dumps({"event": "refused", "detail": str(error), "errno": error.errno or errno.EPERM}).encode())
+        control.send(
+            json.dumps(
+                {"event": "refused", "detail": str(error), "errno": error.errno or errno.EPERM}
+            ).encode()
+        )
         return
     hide_command_line(b"orchard-agent")
+    close_imports()
+    # The zygote executes nothing, so this binds only what the agents will execute.
+    kernel.limit_bounding_set(KEPT_CAPABILITIES)
     zygote.serve()
