@@ -1,0 +1,72 @@
+"""What the service counts and times, for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from orchard.env.contract import SandboxStatus
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+_START_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_COMMAND_BUCKETS = (0.002, 0.005, 0.01, 0.025, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 1800)
+_HTTP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1, 5, 30)
+
+
+class Metrics:
+    """One registry per service, so that several can live in one process."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.created = Counter("orchard_sandboxes_created", "Sandboxes accepted", registry=registry)
+        self.ended = Counter("orchard_sandboxes_ended", "Sandboxes that ended", ["reason"], registry=registry)
+        self.start_seconds = Histogram(
+            "orchard_sandbox_start_seconds", "From its turn in the queue to ready", buckets=_START_BUCKETS, registry=registry
+        )
+        self.queue_seconds = Histogram(
+            "orchard_create_queue_seconds", "Time in the create queue", buckets=_START_BUCKETS, registry=registry
+        )
+        self.live = Gauge("orchard_sandboxes", "Live sandboxes", ["status"], registry=registry)
+        self.queued = Gauge("orchard_create_queue_length", "Sandboxes waiting to start", registry=registry)
+        self.starting = Gauge("orchard_sandboxes_starting", "Sandboxes starting now", registry=registry)
+        self.jobs_live = Gauge("orchard_jobs", "Commands queued or running", registry=registry)
+        jobs = Counter("orchard_jobs_finished", "Commands that finished", ["status"], registry=registry)
+        self.job_finished = {status: jobs.labels(status) for status in ("succeeded", "failed", "timeout", "infra")}
+        self.job_seconds = Histogram(
+            "orchard_job_seconds", "Run time of commands", buckets=_COMMAND_BUCKETS, registry=registry
+        )
+        self._requests = Counter(
+            "orchard_http_requests", "Answers", ["method", "route", "status"], registry=registry
+        )
+        self._seconds = Histogram(
+            "orchard_http_request_seconds", "Time to the first byte of the answer", ["method", "route"],
+            buckets=_HTTP_BUCKETS, registry=registry,
+        )  # fmt: skip
+        self._request_children: dict[tuple[str, str, int], Counter] = {}
+        self._seconds_children: dict[tuple[str, str], Histogram] = {}
+
+    def request(self, method: str, route: str, status: int, seconds: float) -> None:
+        """One HTTP answer; `route` is the template of the path, so that ids make no series."""
+        counter = self._request_children.get((method, route, status))
+        if counter is None:
+            counter = self._request_children[method, route, status] = self._requests.labels(method, route, status)
+        counter.inc()
+        histogram = self._seconds_children.get((method, route))
+        if histogram is None:
+            histogram = self._seconds_children[method, route] = self._seconds.labels(method, route)
+        histogram.observe(seconds)
+
+    def watch(self, counts: Callable[[], dict[str, int]], queued: Callable[[], int], starting: Callable[[], int],
+              jobs: Callable[[], int]) -> None:  # fmt: skip
+        """Gauges that are read when they are asked for."""
+        for status in (SandboxStatus.PENDING, SandboxStatus.READY, SandboxStatus.PAUSED):
+            self.live.labels(status.value).set_function(lambda name=status.value: float(counts().get(name, 0)))  # type: ignore[misc]
+        self.queued.set_function(queued)
+        self.starting.set_function(starting)
+        self.jobs_live.set_function(jobs)
+
+    def text(self) -> bytes:
+        """The exposition format, see `CONTENT_TYPE`."""
+        return generate_latest(self.registry)

@@ -1,0 +1,218 @@
+"""The orchestrator: its parts put together, its start (with what an earlier run left) and its stop."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections import defaultdict
+from typing import Any
+
+from orchard.env.contract import EndReason, LogLine, SandboxStatus
+from orchard.env.errors import AgentUnreachable, OrchardError
+from orchard.env.orchestrator.agents import Agents
+from orchard.env.orchestrator.auth import KeyRing
+from orchard.env.orchestrator.catalog import Catalog
+from orchard.env.orchestrator.execution import Execution
+from orchard.env.orchestrator.files import Files
+from orchard.env.orchestrator.jobs import Jobs
+from orchard.env.orchestrator.jobtable import JobTable
+from orchard.env.orchestrator.lifecycle import Lifecycle
+from orchard.env.orchestrator.metrics import Metrics
+from orchard.env.orchestrator.patches import Patches
+from orchard.env.orchestrator.sandbox import Sandbox, boot_id
+from orchard.env.orchestrator.settings import ServiceSettings
+from orchard.env.orchestrator.stores.base import JobRecord, Store
+from orchard.env.runtimes.base import Postmortem, Runtime
+
+_log = logging.getLogger(__name__)
+_HOUSEKEEPING_S = 15.0
+
+
+class Orchestrator:
+    """Everything but HTTP. Use it between `start` and `stop`."""
+
+    def __init__(self, settings: ServiceSettings, runtime: Runtime, store: Store) -> None:
+        self.settings = settings
+        self.runtime = runtime
+        self.store = store
+        self.keys = KeyRing.from_settings(settings)
+        self.metrics = Metrics()
+        self._boot = boot_id()
+        self.catalog = Catalog(store, self._boot)
+        self.agents = Agents(runtime)
+        self.lifecycle = Lifecycle(settings, runtime, store, self.catalog, self.metrics, self._boot)
+        table = JobTable(store, self.metrics, settings.job_cache_bytes)
+        self._table = table
+        self.execution = Execution(settings, runtime, store, table, self.agents, self.lifecycle)
+        self.jobs = Jobs(settings, store, table, self.agents, self.execution)
+        self.files = Files(self.agents)
+        self.patches = Patches(self.agents, settings)
+        self._housekeeper: asyncio.Task[None] | None = None
+        self.running = False
+        queue = self.lifecycle.queue
+        self.metrics.watch(self.catalog.counts, lambda: len(queue), lambda: queue.starting, lambda: len(table))
+
+    # -------------------------------------------------------------------------------------------- start
+
+    async def start(self) -> None:
+        """Make ready, and adopt what an earlier run left. Raises `OrchardError` when that is impossible."""
+        await self.store.open()
+        self.runtime.on_death = self.lifecycle.died
+        await self.runtime.start()
+        for line in self.runtime.describe():
+            _log.info(line, extra={"runtime": self.runtime.name})
+        await self._adopt()
+        self._housekeeper = asyncio.get_running_loop().create_task(self._keep_house())
+        self.running = True
+
+    async def _adopt(self) -> None:
+        waiting: list[Sandbox] = []
+        for record in await self.store.sandboxes():
+            sandbox = Sandbox.from_record(record, self.catalog.next_number(), self._boot)
+            self.catalog.add(sandbox)
+            if sandbox.live:
+                waiting.append(sandbox)
+        jobs: dict[str, list[JobRecord]] = defaultdict(list)
+        for job in await self.store.unfinished_jobs():
+            jobs[job.sandbox_id].append(job)
+        found = await self.runtime.adopt({s.sandbox_id: s.runtime_state or {} for s in waiting})
+        kept = 0
+        for sandbox in waiting:
+            self.lifecycle.reaper.watch(sandbox.sandbox_id)
+            remains = found.get(sandbox.sandbox_id)
+            if remains is not None and not isinstance(remains, Postmortem):
+                kept += 1
+                if sandbox.status is SandboxStatus.PENDING:
+                    await self.lifecycle.became_ready(sandbox, remains)
+                sandbox.note("the service was restarted; the sandbox lives on")
+                await self._adopt_jobs(sandbox, jobs.pop(sandbox.sandbox_id, []))
+            elif sandbox.status is SandboxStatus.PENDING:
+                self.lifecycle.requeue(sandbox)
+            else:
+                postmortem = remains or Postmortem(EndReason.RUNTIME_ERROR, "it was gone when the service came back")
+                self.lifecycle.end(sandbox, postmortem.reason, postmortem.message, postmortem)
+        await self._close_orphans(jobs)
+        await self.store.flush()
+        if waiting:
+            _log.info("adopted %d of %d sandboxes that were alive", kept, len(waiting))
+
+    async def _adopt_jobs(self, sandbox: Sandbox, known: list[JobRecord]) -> None:
+        try:
+            await self.execution.adopt(sandbox, known)
+        except OrchardError as error:
+            # It died since it was adopted, or is about to: its end closes its jobs.
+            for record in known:
+                self.execution.orphaned(sandbox, record, f"lost at a restart: {error.detail}", error.code, infra=True)
+
+    async def _close_orphans(self, jobs: dict[str, list[JobRecord]]) -> None:
+        """Jobs of sandboxes that are gone: they end with their sandbox's reason."""
+        for sandbox_id, records in jobs.items():
+            sandbox = await self.catalog.find(sandbox_id)
+            for record in records:
+                if sandbox is None:
+                    _log.warning("a job without a sandbox is dropped", extra={"job_id": record.job_id})
+                    self.store.drop_job(record.owner, record.job_id)
+                    continue
+                error = sandbox.gone()
+                detail = f"the sandbox ended while the command ran: {error.detail if error else 'at a restart'}"
+                code = error.code if error else "sandbox_dead"
+                self.execution.orphaned(sandbox, record, detail, code, infra=error is None or error.infra)
+
+    # --------------------------------------------------------------------------------------------- stop
+
+    async def stop(self) -> None:
+        """Let go of everything; sandboxes and their jobs live on, for the next run to adopt."""
+        await self.begin_stop()
+        await self.lifecycle.close()
+        await self.store.close()
+
+    async def begin_stop(self) -> None:
+        """Requests that wait for commands are answered now (503, try again); new ones are refused."""
+        if not self.running:
+            return
+        self.running = False
+        self.lifecycle.closing = True
+        if self._housekeeper is not None:
+            self._housekeeper.cancel()
+        await self.execution.close()
+        await self.lifecycle.close()
+        await self.runtime.close()
+
+    async def _keep_house(self) -> None:
+        """Drop what has been kept long enough."""
+        while True:
+            await asyncio.sleep(_HOUSEKEEPING_S)
+            now = time.time()
+            try:
+                jobs_before = now - self.settings.job_retention_s
+                self._table.expire(jobs_before)
+                while True:
+                    dropped = await self.store.expire(jobs_before, now - self.settings.ended_retention_s)
+                    self.catalog.forget(dropped.sandbox_ids)
+                    if not dropped.jobs and not dropped.sandbox_ids:
+                        break
+                    await asyncio.sleep(0.01)
+            except Exception:
+                _log.exception("housekeeping failed; it is tried again")
+
+    # ------------------------------------------------------------------------------------------ looking
+
+    def describe(self, sandbox: Sandbox) -> dict[str, Any]:
+        """The fields of `SandboxInfo`."""
+        position = self.lifecycle.queue.position(sandbox.sandbox_id) if sandbox.status is SandboxStatus.PENDING else None
+        return self._shape(sandbox, position)
+
+    def describe_all(self, sandboxes: list[Sandbox]) -> list[dict[str, Any]]:
+        positions = self.lifecycle.queue.positions()
+        return [self._shape(sandbox, positions.get(sandbox.sandbox_id)) for sandbox in sandboxes]
+
+    def _shape(self, sandbox: Sandbox, position: int | None) -> dict[str, Any]:
+        info = sandbox.info(self.runtime.name, position)
+        if position is not None:
+            info["queue_seconds"] = time.time() - sandbox.created_at
+            info["status_message"] = f"waiting in the create queue, {position} before it"
+        return info
+
+    async def resources(self) -> dict[str, Any]:
+        """The fields of `Resources`."""
+        return {
+            "runtime": self.runtime.name,
+            **await self.runtime.resources(),
+            "sandboxes": self.catalog.counts(),
+            "queue_length": len(self.lifecycle.queue),
+            "starting": self.lifecycle.queue.starting,
+            "max_starting": self.settings.max_starting,
+            "max_sandboxes": self.settings.max_sandboxes,
+        }
+
+    async def stats(self, sandbox: Sandbox) -> dict[str, Any]:
+        """The fields of `SandboxStats`."""
+        try:
+            usage = await self.runtime.usage(sandbox.sandbox_id)
+        except AgentUnreachable:
+            await self.agents.raise_end(sandbox, 1.0)
+            raise
+        return {"sandbox_id": sandbox.sandbox_id, **dataclasses.asdict(usage)}
+
+    async def logs(self, sandbox: Sandbox) -> list[LogLine]:
+        """Lifecycle and agent lines, in order of time."""
+        lines = list(sandbox.log)
+        if sandbox.status is SandboxStatus.READY:
+            try:
+                lines += [_agent_line(text) for text in await self.runtime.agent_log(sandbox.sandbox_id)]
+            except OrchardError:
+                await self.agents.raise_end(sandbox, 1.0)
+        elif sandbox.death is not None:
+            lines += [_agent_line(text) for text in sandbox.death.agent_log]
+        return sorted(lines, key=lambda line: line.time)
+
+
+def _agent_line(text: str) -> LogLine:
+    """Agents write the Unix time before their lines."""
+    stamp, _, message = text.partition(" ")
+    try:
+        return LogLine(time=float(stamp), source="agent", message=message)
+    except ValueError:
+        return LogLine(time=time.time(), source="agent", message=text)

@@ -1,0 +1,104 @@
+"""Answers as ready-made JSON bytes, and errors in the one shape that the contract gives them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic_core import to_json
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from orchard.env.contract import Death
+from orchard.env.errors import (
+    Forbidden,
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    OrchardError,
+    TooLarge,
+    Unauthorized,
+)
+from orchard.env.orchestrator.logging import request_id
+
+
+class ErrorBody(BaseModel):
+    """Every error answer. detail: what was wrong and what to do. retryable: the same request may succeed later.
+    infra: the service or sandbox failed, not the caller's command."""
+
+    detail: str
+    code: str
+    retryable: bool
+    infra: bool
+    request_id: str | None = None
+    reason: str | None = None
+    retry_after_s: float | None = None
+    death: Death | None = None
+
+
+class Json(Response):
+    """JSON that is bytes already; nothing is encoded or validated again."""
+
+    media_type = "application/json"
+
+    def __init__(self, content: bytes, status_code: int = 200) -> None:
+        self.status_code = status_code
+        self.background = None
+        self.body = content
+        self.raw_headers = [(b"content-length", b"%d" % len(content)), (b"content-type", b"application/json")]
+
+
+def json_of(value: Any) -> Json:
+    """Any mapping, list or model of the contract as an answer."""
+    return Json(to_json(value))
+
+
+class MethodNotAllowed(InvalidRequest):
+    code = "method_not_allowed"
+    http_status = 405
+
+
+def error_response(error: OrchardError) -> Response:
+    """The answer that carries an error."""
+    answer = Json(to_json(error.body(request_id.get())), error.http_status)
+    if error.retry_after_s is not None:
+        answer.raw_headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
+    elif error.http_status == 503:
+        answer.raw_headers.append((b"retry-after", b"1"))
+    return answer
+
+
+def from_validation(error: ValidationError | RequestValidationError) -> InvalidRequest:
+    """What of a request was wrong, by field."""
+    if isinstance(error, RequestValidationError):
+        found = list(error.errors())
+    else:
+        found = list(error.errors(include_url=False, include_input=False))
+    parts = []
+    for problem in found[:5]:
+        where = ".".join(str(step) for step in problem["loc"] if step not in ("body", "query", "path"))
+        message = str(problem["msg"]).removeprefix("Value error, ")
+        if problem["type"] == "extra_forbidden":
+            message = "unknown field; see /docs for the fields of this request"
+        parts.append(f"{where or 'body'}: {message}")
+    more = f" (and {len(found) - 5} more)" if len(found) > 5 else ""
+    return InvalidRequest("; ".join(parts) + more)
+
+
+_BY_STATUS: dict[int, type[OrchardError]] = {
+    401: Unauthorized, 403: Forbidden, 404: NotFound, 405: MethodNotAllowed, 413: TooLarge,
+}  # fmt: skip
+
+
+def from_http(request: Request, error: HTTPException) -> OrchardError:
+    """An error of the HTTP layer below, such as an unknown path."""
+    path = request.url.path[:200]
+    if error.status_code == 404:
+        return NotFound(f"there is no {path}; see /docs for what there is")
+    if error.status_code == 405:
+        return MethodNotAllowed(f"{request.method} is not for {path}; see /docs for what is")
+    cls = _BY_STATUS.get(error.status_code, InvalidRequest if error.status_code < 500 else InternalError)
+    return cls(str(error.detail))

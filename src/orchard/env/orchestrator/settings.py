@@ -1,0 +1,204 @@
+"""The service's settings: one dataclass, the same names in Python, YAML, the environment and the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import ipaddress
+import json
+import os
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from orchard.env.contract import (
+    DEFAULT_COMMAND_TIMEOUT_S,
+    DEFAULT_READY_TIMEOUT_S,
+    DEFAULT_TTL_S,
+    FINISHED_JOB_RETENTION_S,
+)
+from orchard.env.errors import InvalidRequest
+from orchard.env.paths import default_state_dir
+
+ENV_PREFIX = "ORCHARD_"
+_LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+class SettingsError(InvalidRequest):
+    """The service cannot start with these settings; the text says what to change."""
+
+    code = "invalid_settings"
+
+
+def default_max_starting() -> int:
+    """Sandboxes that may start at once: four per usable core, at least four."""
+    return max(4, 4 * len(os.sched_getaffinity(0)))
+
+
+@dataclass(slots=True, kw_only=True)
+class ServiceSettings:
+    """Everything `orchard serve` can be told. Durations in seconds (`_s`), sizes in bytes (`_bytes`).
+
+    Attributes:
+        host, port: where to listen; port 0 takes a free one. Without a key only a loopback host is accepted.
+        runtime: name of the runtime that holds the sandboxes.
+        state_dir: everything the service keeps; one service at a time may use it.
+        api_keys: keys of owner `default` with role admin.
+        keys_file: YAML or JSON list of tenants, see `orchard.env.orchestrator.auth`.
+        max_starting: sandboxes that start at the same time; further creations queue.
+        max_sandboxes: live sandboxes of all owners; None means no limit.
+        max_queue: creations that may wait; beyond it the answer is 503 at once.
+        max_jobs: commands that may be queued or running at once; beyond it the answer is 503 at once.
+        ready_timeout_s, command_timeout_s, ttl_s: defaults where a request names none.
+        heartbeat_timeout_s: the lease of a sandbox that sends heartbeats but named no timeout of its own.
+        job_retention_s: how long a finished job stays readable, also after its sandbox's end.
+        ended_retention_s: how long the record of an ended sandbox is kept (and its id stays taken).
+        agent_lost_after_s: an agent that cannot be reached for this long while a command runs is given up.
+        job_cache_bytes: finished jobs kept in memory; the others are read from disk.
+        keep_alive_s: idle HTTP connections are closed after this.
+        shutdown_s: how long a stopping service waits for answers under way.
+        log_level: debug, info, warning, error or critical.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    runtime: str = "local"
+    state_dir: Path = field(default_factory=default_state_dir)
+    api_keys: list[str] = field(default_factory=list, repr=False)
+    keys_file: Path | None = None
+    max_starting: int = field(default_factory=default_max_starting)
+    max_sandboxes: int | None = None
+    max_queue: int = 10_000
+    max_jobs: int = 100_000
+    ready_timeout_s: float = DEFAULT_READY_TIMEOUT_S
+    command_timeout_s: float = DEFAULT_COMMAND_TIMEOUT_S
+    ttl_s: float = DEFAULT_TTL_S
+    heartbeat_timeout_s: float = 180.0
+    job_retention_s: float = FINISHED_JOB_RETENTION_S
+    ended_retention_s: float = FINISHED_JOB_RETENTION_S
+    agent_lost_after_s: float = 60.0
+    job_cache_bytes: int = 64 << 20
+    keep_alive_s: int = 120
+    shutdown_s: int = 10
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        self.state_dir = Path(self.state_dir)
+        if self.keys_file is not None:
+            self.keys_file = Path(self.keys_file)
+        if not 0 <= self.port <= 65535:
+            raise SettingsError(f"port {self.port} is out of range: use 0 (a free one) to 65535")
+        for name in ("max_starting", "max_queue", "max_jobs", "keep_alive_s"):
+            if getattr(self, name) < 1:
+                raise SettingsError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("ready_timeout_s", "command_timeout_s", "ttl_s", "heartbeat_timeout_s", "agent_lost_after_s"):
+            if not getattr(self, name) > 0:
+                raise SettingsError(f"{name} must be positive, not {getattr(self, name)}")
+        if self.max_sandboxes is not None and self.max_sandboxes < 1:
+            raise SettingsError(f"max_sandboxes must be at least 1 or unset, not {self.max_sandboxes}")
+        if self.log_level not in _LOG_LEVELS:
+            raise SettingsError(f"log_level {self.log_level!r} is unknown: use one of {', '.join(_LOG_LEVELS)}")
+        if any(not key for key in self.api_keys):
+            raise SettingsError("an API key is empty; give a long random text, such as the output of `openssl rand -hex 24`")
+
+    @property
+    def open_access(self) -> bool:
+        """No key is needed because none is configured."""
+        return not self.api_keys and self.keys_file is None
+
+    def check_exposure(self) -> None:
+        """Refuse to serve without keys where other machines could reach it. Raises `SettingsError`."""
+        if self.open_access and not _is_loopback(self.host):
+            raise SettingsError(
+                f"refusing to listen on {self.host} without an API key: anyone who reaches it could run commands on"
+                " this machine. Give --api-key KEY (or ORCHARD_API_KEYS, or --keys-file), or listen on 127.0.0.1"
+            )
+
+    @classmethod
+    def load(
+        cls, file: Path | None = None, *, environ: Mapping[str, str] | None = None, **overrides: Any
+    ) -> ServiceSettings:
+        """Settings from a YAML or JSON file, then the environment (`ORCHARD_PORT`, `ORCHARD_API_KEYS=a,b`, …),
+        then `overrides` that are not None; the later wins. Raises `SettingsError` for unknown names and values."""
+        types_of = typing.get_type_hints(cls)
+        values: dict[str, Any] = {}
+        if file is not None:
+            for name, value in read_mapping(file).items():
+                if name not in types_of:
+                    raise SettingsError(f"{file}: unknown setting {name!r}; known are {', '.join(sorted(types_of))}")
+                values[name] = _convert(name, types_of[name], value)
+        for name, hint in types_of.items():
+            text = (environ or {}).get(ENV_PREFIX + name.upper())
+            if text:
+                values[name] = _convert(name, hint, text)
+        for name, value in overrides.items():
+            if name not in types_of:
+                raise SettingsError(f"unknown setting {name!r}; known are {', '.join(sorted(types_of))}")
+            if value is not None:
+                values[name] = _convert(name, types_of[name], value)
+        return cls(**values)
+
+    def public(self) -> dict[str, Any]:
+        """What may be logged: everything but the keys."""
+        shown = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "api_keys"}
+        return {name: str(value) if isinstance(value, Path) else value for name, value in shown.items()}
+
+
+def read_mapping(file: Path) -> dict[str, Any]:
+    """The mapping in a JSON or YAML file. Raises `SettingsError` when it cannot be read or is no mapping."""
+    data = read_document(file)
+    if not isinstance(data, dict):
+        raise SettingsError(f"{file}: expected a mapping of names to values")
+    return data
+
+
+def read_document(file: Path) -> Any:
+    """The content of a JSON or YAML file. Raises `SettingsError` when it cannot be read."""
+    try:
+        text = file.read_text("utf-8")
+    except (OSError, UnicodeError) as error:
+        raise SettingsError(f"cannot read {file}: {error}") from None
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        if file.suffix == ".json":
+            raise SettingsError(f"{file} is not JSON: {error}") from None
+    try:
+        yaml = importlib.import_module("yaml")
+    except ImportError:
+        raise SettingsError(f"{file} is not JSON; to read YAML, `pip install pyyaml`") from None
+    try:
+        return yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise SettingsError(f"{file} is not YAML: {error}") from None
+
+
+def _convert(name: str, hint: Any, value: Any) -> Any:
+    """`value` as the setting's type; text is parsed, so the environment and YAML mean the same."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
+        if types.NoneType in options:
+            return None
+        raise SettingsError(f"{name} needs a value")
+    target = next(option for option in options if option is not types.NoneType)
+    try:
+        if typing.get_origin(target) is list:
+            items = value.split(",") if isinstance(value, str) else list(value)
+            return [str(item).strip() for item in items if str(item).strip()]
+        if isinstance(value, bool):
+            raise ValueError("true and false mean nothing here")
+        return target(value)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"{name}: {value!r} is not a valid {getattr(target, '__name__', target)} ({error})") from None
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,264 @@
+"""A store in one SQLite file, for one orchestrator on one machine.
+
+Commits happen on the event loop, once per turn of it (some 20 µs: with `synchronous=OFF` a commit only writes
+to the page cache, which outlives the process). The machine's own crash may lose the last seconds, but then
+the sandboxes are gone as well. Moving the write-ahead log into the database file is left to a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+import time
+from pathlib import Path
+
+from orchard.env.errors import InfrastructureError
+from orchard.env.orchestrator.stores.base import Expired, JobRecord, SandboxRecord
+
+_log = logging.getLogger(__name__)
+
+_SCHEMA = """
+create table if not exists sandboxes(
+    n integer primary key, sandbox_id text not null unique, ended_at real, data blob not null);
+create table if not exists jobs(
+    n integer primary key, owner text not null, job_id text not null, sandbox_id text not null,
+    digest text not null, finished_at real, head blob not null, output blob not null, unique(job_id, owner));
+create index if not exists jobs_unfinished on jobs(n) where finished_at is null;
+create index if not exists jobs_finished on jobs(finished_at) where finished_at is not null;
+"""
+_VERSION = 1
+#: The log is copied into the database after this many commits or bytes.
+_CHECKPOINT_COMMITS = 2000
+_CHECKPOINT_BYTES = 16 << 20
+#: Beyond this the copying has fallen behind the writing, and is finished on the spot.
+_LOG_LIMIT_BYTES = 128 << 20
+#: Rows dropped per call: a few milliseconds of the event loop.
+_EXPIRE_ROWS = 200
+
+_PUT_SANDBOX = (
+    "insert into sandboxes(sandbox_id, ended_at, data) values(?, ?, ?)"
+    " on conflict(sandbox_id) do update set ended_at = excluded.ended_at, data = excluded.data"
+)
+_PUT_JOB = (
+    "insert or replace into jobs(owner, job_id, sandbox_id, digest, finished_at, head, output)"
+    " values(?, ?, ?, ?, ?, ?, ?)"
+)
+_JOB_COLUMNS = "owner, job_id, sandbox_id, digest, finished_at, head, output"
+
+
+class SqliteStore:
+    """See the module's docstring; the protocol is `orchard.env.orchestrator.stores.base.Store`."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._db: sqlite3.Connection | None = None
+        self._sandboxes: dict[str, SandboxRecord] = {}
+        #: None: to be dropped.
+        self._jobs: dict[tuple[str, str], JobRecord | None] = {}
+        self._flushed: asyncio.Future[None] | None = None
+        self._commits = 0
+        self._written_bytes = 0
+        self._checkpoint: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            self._db = self._connect()
+        except sqlite3.DatabaseError as error:
+            if isinstance(error, sqlite3.OperationalError):
+                raise InfrastructureError(f"cannot open the state in {self._file}: {error}") from None
+            self._set_aside(error)
+            self._db = self._connect()
+
+    def _connect(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self._file, isolation_level=None, check_same_thread=True)
+        try:
+            # For the moments in which the checkpointing thread holds a lock.
+            db.execute("pragma busy_timeout = 2000")
+            db.execute("pragma journal_mode = wal")
+            db.execute("pragma synchronous = off")
+            db.execute("pragma wal_autocheckpoint = 0")
+            db.execute("pragma cache_size = -16384")
+            version = db.execute("pragma user_version").fetchone()[0]
+            if version > _VERSION:
+                raise InfrastructureError(
+                    f"{self._file} was written by a newer version of Orchard (format {version}); use that one, or"
+                    " another --state-dir"
+                )
+            db.executescript(_SCHEMA)
+            db.execute(f"pragma user_version = {_VERSION}")
+        except BaseException:
+            db.close()
+            raise
+        self._file.chmod(0o600)
+        return db
+
+    def _set_aside(self, error: Exception) -> None:
+        aside = self._file.with_name(f"{self._file.name}.damaged-{time.time():.0f}")
+        _log.error("the state file is damaged (%s); it is kept as %s and a new one begun", error, aside)
+        self._file.rename(aside)
+        for suffix in ("-wal", "-shm"):
+            self._file.with_name(self._file.name + suffix).unlink(missing_ok=True)
+
+    async def close(self) -> None:
+        if self._checkpoint is not None:
+            await self._checkpoint
+        if self._db is not None:
+            self._commit()
+            self._db.execute("pragma wal_checkpoint(truncate)")
+            self._db.close()
+            self._db = None
+
+    # ------------------------------------------------------------------------------------------ writing
+
+    def put_sandbox(self, record: SandboxRecord) -> None:
+        self._sandboxes[record.sandbox_id] = record
+        if self._flushed is None:
+            self._schedule()
+
+    def put_job(self, record: JobRecord) -> None:
+        self._jobs[record.owner, record.job_id] = record
+        if self._flushed is None:
+            self._schedule()
+
+    def drop_job(self, owner: str, job_id: str) -> None:
+        self._jobs[owner, job_id] = None
+        if self._flushed is None:
+            self._schedule()
+
+    def _schedule(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._flushed = loop.create_future()
+        loop.call_soon(self._commit)
+
+    async def flush(self) -> None:
+        if self._flushed is None and (self._sandboxes or self._jobs):
+            self._schedule()  # an earlier write failed
+        if self._flushed is not None:
+            # Several requests of one turn of the loop share the commit: none may cancel it for the others.
+            await asyncio.shield(self._flushed)
+
+    def _commit(self) -> None:
+        flushed, self._flushed = self._flushed, None
+        sandboxes, self._sandboxes = self._sandboxes, {}
+        jobs, self._jobs = self._jobs, {}
+        if not sandboxes and not jobs:
+            if flushed is not None and not flushed.done():
+                flushed.set_result(None)
+            return
+        try:
+            self._write(list(sandboxes.values()), jobs)
+        except sqlite3.Error as error:
+            _log.error("the state could not be written: %s", error)
+            # Nothing is lost yet: it is tried again with the next write.
+            self._sandboxes = sandboxes | self._sandboxes
+            self._jobs = jobs | self._jobs
+            if flushed is not None and not flushed.done():
+                flushed.set_exception(InfrastructureError(f"the state could not be written: {error}; is the disk full?"))
+                flushed.exception()
+            return
+        if flushed is not None and not flushed.done():
+            flushed.set_result(None)
+
+    def _write(self, sandboxes: list[SandboxRecord], changes: dict[tuple[str, str], JobRecord | None]) -> None:
+        db = self._connection()
+        jobs = [job for job in changes.values() if job is not None]
+        dropped = [key for key, job in changes.items() if job is None] if len(jobs) < len(changes) else []
+        db.execute("begin")
+        try:
+            if sandboxes:
+                db.executemany(_PUT_SANDBOX, [(s.sandbox_id, s.ended_at, s.data) for s in sandboxes])
+            if jobs:
+                db.executemany(
+                    _PUT_JOB,
+                    [(j.owner, j.job_id, j.sandbox_id, j.digest, j.finished_at, j.head, j.output) for j in jobs],
+                )
+            if dropped:
+                db.executemany("delete from jobs where owner = ? and job_id = ?", dropped)
+            db.execute("commit")
+        except BaseException:
+            if db.in_transaction:
+                db.execute("rollback")
+            raise
+        self._commits += 1
+        self._written_bytes += sum(len(s.data) for s in sandboxes) + sum(len(j.head) + len(j.output) for j in jobs)
+        if self._commits >= _CHECKPOINT_COMMITS or self._written_bytes >= _CHECKPOINT_BYTES:
+            self._start_checkpoint()
+
+    def _start_checkpoint(self) -> None:
+        if self._checkpoint is None or self._checkpoint.done():
+            self._commits = self._written_bytes = 0
+            self._checkpoint = asyncio.get_running_loop().create_task(self._run_checkpoint())
+
+    async def _run_checkpoint(self) -> None:
+        try:
+            await asyncio.to_thread(self._copy_log)
+            log = self._file.with_name(self._file.name + "-wal")
+            if log.stat().st_size > _LOG_LIMIT_BYTES:
+                self._connection().execute("pragma wal_checkpoint(truncate)")
+        except (sqlite3.Error, OSError) as error:
+            _log.warning("the write-ahead log could not be copied yet: %s", error)
+
+    def _copy_log(self) -> None:
+        """Runs in a thread, with a connection of its own; readers and the writer go on meanwhile."""
+        db = sqlite3.connect(self._file, isolation_level=None)
+        try:
+            db.execute("pragma synchronous = off")
+            db.execute("pragma wal_checkpoint(passive)")
+        finally:
+            db.close()
+
+    # ------------------------------------------------------------------------------------------ reading
+
+    def _connection(self) -> sqlite3.Connection:
+        if self._db is None:
+            raise InfrastructureError("the store is closed")
+        return self._db
+
+    def _read(self, query: str, *values: object) -> list[tuple[object, ...]]:
+        return self._connection().execute(query, values).fetchall()
+
+    async def sandbox(self, sandbox_id: str) -> SandboxRecord | None:
+        if sandbox_id in self._sandboxes:
+            return self._sandboxes[sandbox_id]
+        rows = self._read("select sandbox_id, ended_at, data from sandboxes where sandbox_id = ?", sandbox_id)
+        return SandboxRecord(*rows[0]) if rows else None  # type: ignore[arg-type]
+
+    async def sandboxes(self) -> list[SandboxRecord]:
+        self._commit()
+        rows = self._read("select sandbox_id, ended_at, data from sandboxes order by n")
+        return [SandboxRecord(*row) for row in rows]  # type: ignore[arg-type]
+
+    async def job(self, owner: str | None, job_id: str) -> JobRecord | None:
+        query = f"select {_JOB_COLUMNS} from jobs where job_id = ?"
+        if owner is None:
+            self._commit()
+            rows = self._read(query + " order by n desc limit 1", job_id)
+        elif (owner, job_id) in self._jobs:
+            # What waits for the commit of this turn is looked at as it is: a read must not force a commit.
+            return self._jobs[owner, job_id]
+        else:
+            rows = self._read(query + " and owner = ?", job_id, owner)
+        return JobRecord(*rows[0]) if rows else None  # type: ignore[arg-type]
+
+    async def unfinished_jobs(self) -> list[JobRecord]:
+        self._commit()
+        rows = self._read(f"select {_JOB_COLUMNS} from jobs where finished_at is null order by n")
+        return [JobRecord(*row) for row in rows]  # type: ignore[arg-type]
+
+    async def expire(self, jobs_before: float, sandboxes_before: float) -> Expired:
+        self._commit()
+        jobs = self._read(
+            "select n from jobs where finished_at < ? order by finished_at limit ?", jobs_before, _EXPIRE_ROWS
+        )
+        ended = self._read(
+            "select n, sandbox_id from sandboxes where ended_at < ? order by n limit ?", sandboxes_before, _EXPIRE_ROWS
+        )
+        if jobs or ended:
+            db = self._connection()
+            db.execute("begin")
+            db.executemany("delete from jobs where n = ?", jobs)
+            db.executemany("delete from sandboxes where n = ?", [(n,) for n, _ in ended])
+            db.execute("commit")
+        return Expired(len(jobs), tuple(str(sandbox_id) for _, sandbox_id in ended))
