@@ -24,15 +24,15 @@ help:
 	@echo 'make clean   remove everything that these commands made'
 
 # The stamp makes set-up a one-time step, repeated when the metadata changes.
-$(STAMP): pyproject.toml scripts/make-venv.sh
-	@scripts/make-venv.sh $(VENV)
+$(STAMP): pyproject.toml tools/make-venv.sh
+	@tools/make-venv.sh $(VENV)
 
 demo: $(STAMP)
-	@scripts/system-packages.sh nft:nftables
+	@tools/system-packages.sh nft:nftables
 	@$(BIN)/python -m examples.demo
 
 test: $(STAMP)
-	@scripts/system-packages.sh nft:nftables busybox:busybox-static git:git patch:patch
+	@tools/system-packages.sh nft:nftables busybox:busybox-static git:git patch:patch
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
 
 # All four run even if one fails, so that one look shows everything.
@@ -45,11 +45,11 @@ lint: $(STAMP)
 	exit $$failed
 
 bench: $(STAMP)
-	@scripts/system-packages.sh nft:nftables busybox:busybox-static bwrap:bubblewrap crun:crun
+	@tools/system-packages.sh nft:nftables busybox:busybox-static bwrap:bubblewrap crun:crun
 	@$(BIN)/python -m benchmarks
 
 docs: $(STAMP)
-	@$(BIN)/python scripts/rest_reference.py docs/reference/rest-api.md
+	@$(BIN)/python tools/reference.py
 
 clean:
 	rm -rf $(VENV) .venv-swerex .demo build dist
