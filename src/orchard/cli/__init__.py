@@ -1,0 +1,1 @@
+"""The command line, `orchard`. Modules here import what is heavy inside functions: it starts quickly."""

@@ -53,13 +53,22 @@ class Repeat(Enum):
     UNSENT_ONLY = "unsent_only"
 
 
-class _Lost(Exception):  # noqa: N818 - internal, becomes ConnectionFailed
+class _Lost(Exception):
     """No usable answer. `unsent`: the request surely never reached the service."""
 
     def __init__(self, detail: str, *, unsent: bool = False, final: bool = False) -> None:
         super().__init__(detail)
         self.unsent = unsent
         self.final = final
+
+
+class _Refused(Exception):
+    """An answer that is an error: its status on the wire and what it means."""
+
+    def __init__(self, status: int, error: OrchardError) -> None:
+        super().__init__(status, error)
+        self.status = status
+        self.error = error
 
 
 def path_of(*segments: str) -> str:
@@ -127,6 +136,7 @@ class Transport:
         self._answered = False
         self._warned = False
         self._closed = False
+        self._leaving: set[asyncio.Future[None]] = set()
 
     async def call(
         self,
@@ -176,14 +186,14 @@ class Transport:
                 again = not lost.final and (lost.unsent or repeat is Repeat.SAFE)
                 error = ConnectionFailed(self._lost_detail(str(lost)), sent=not lost.unsent)
                 error.__cause__ = lost.__cause__
-            except OrchardError as answer:
+            except _Refused as refused:
+                error = refused.error
                 # An overloaded service has refused before doing anything: always safe.
-                harmless = repeat is Repeat.SAFE or isinstance(answer, Overloaded)
-                again = answer.http_status == 503 and answer.retryable and harmless
-                error = answer
+                harmless = repeat is Repeat.SAFE or isinstance(error, Overloaded)
+                again = refused.status == 503 and error.retryable and harmless
             pause_s = backoff.pause_s(error.retry_after_s, first_contact=first_contact) if again else None
             if pause_s is None:
-                raise error
+                raise error from error.__cause__
             await asyncio.sleep(pause_s)
 
     async def close(self) -> None:
@@ -243,7 +253,7 @@ class Transport:
         header_s = parse_retry_after(headers.get("Retry-After"))
         if header_s is not None:
             error.retry_after_s = header_s
-        return error
+        return _Refused(status, error)
 
     def _check_version(self, headers: Mapping[str, str]) -> None:
         theirs = headers.get(VERSION_HEADER)
@@ -284,13 +294,18 @@ class Transport:
         self._home = home
         return self._session
 
-    @staticmethod
-    def _abandon(session: aiohttp.ClientSession, home: tuple[int, asyncio.AbstractEventLoop]) -> None:
-        if home[0] != os.getpid():
+    def _abandon(self, session: aiohttp.ClientSession, home: tuple[int, asyncio.AbstractEventLoop]) -> None:
+        """Let go of a session whose process or loop is not this one."""
+        pid, loop = home
+        if pid != os.getpid():
             _make_immortal(session)
-        elif not home[1].is_closed():
-            home[1].call_soon_threadsafe(lambda: home[1].create_task(session.close()))
-        elif session.connector is not None:
-            # Its loop is gone: nothing to await, only descriptors to give back.
-            session.connector.close()
-            session.detach()
+        elif loop.is_closed():
+            # Nothing is left to wait for; this only marks it closed.
+            self._keep(asyncio.ensure_future(session.close()))
+        else:
+            loop.call_soon_threadsafe(lambda: self._keep(loop.create_task(session.close())))
+
+    def _keep(self, task: asyncio.Future[None]) -> None:
+        # A loop holds its tasks weakly.
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)

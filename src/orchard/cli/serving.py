@@ -1,0 +1,126 @@
+"""`orchard serve`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import threading
+import urllib.request
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from orchard.cli import options
+
+_KNOWN_RUNTIMES = ("local", "docker", "kubernetes")
+_AVAILABLE_RUNTIMES = ("local",)
+_CLEANUP_TIMEOUT_S = 10.0
+
+
+def serve(
+    runtime: Annotated[
+        str | None, typer.Option("--runtime", metavar="NAME", help="local, docker or kubernetes [local].")
+    ] = None,
+    host: Annotated[str | None, typer.Option("--host", help="Where to listen [127.0.0.1].")] = None,
+    port: Annotated[int | None, typer.Option("--port", help="0: a free one [8000].")] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option("--api-key", metavar="KEY", help="A key; may be repeated (or ORCHARD_API_KEYS=A,B)."),
+    ] = None,
+    keys_file: Annotated[
+        Path | None, typer.Option("--keys-file", metavar="FILE", help="Keys with owners, roles and quotas.")
+    ] = None,
+    state_dir: options.StateDir = None,
+    redis_url: Annotated[
+        str | None, typer.Option("--redis-url", metavar="URL", help="A shared store (not in this version).")
+    ] = None,
+    max_starting: Annotated[
+        int | None, typer.Option("--max-starting", metavar="N", help="Sandboxes starting at once.")
+    ] = None,
+    max_sandboxes: Annotated[
+        int | None, typer.Option("--max-sandboxes", metavar="N", help="Live sandboxes [no limit].")
+    ] = None,
+    log_level: Annotated[
+        str | None, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error [info].")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="All settings from a YAML or JSON file.")
+    ] = None,
+    embedded: Annotated[bool, typer.Option("--embedded", hidden=True)] = False,
+) -> None:
+    """Serve sandboxes of this machine over REST; stops cleanly on SIGTERM and Ctrl-C.
+
+    Prints one line with its URL when it is ready.
+    """
+    if redis_url:
+        raise typer.BadParameter(
+            "a shared store is not in this version; one service keeps its state in --state-dir",
+            param_hint="--redis-url",
+        )
+    if runtime is not None and runtime not in _AVAILABLE_RUNTIMES:
+        known = runtime in _KNOWN_RUNTIMES
+        raise typer.BadParameter(
+            f"{runtime!r} is {'not in this version' if known else 'unknown'}; use local",
+            param_hint="--runtime",
+        )
+    from orchard.cli.embedded import PREFIX
+
+    try:
+        from orchard.env.orchestrator import server
+        from orchard.env.orchestrator.settings import ServiceSettings
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("orchard"):
+            raise
+        typer.echo(f"orchard: the service needs {error.name}: pip install 'orchard-agents[server]'", err=True)
+        raise typer.Exit(1) from None
+    settings = ServiceSettings.load(
+        config,
+        environ=os.environ,
+        runtime=runtime,
+        host=host,
+        port=port,
+        api_keys=api_key or None,
+        keys_file=keys_file,
+        state_dir=state_dir,
+        max_starting=max_starting,
+        max_sandboxes=max_sandboxes,
+        log_level=log_level,
+    )
+    if not embedded:
+        server.run(settings)
+        return
+    _end_with_stdin(settings.api_keys[0] if settings.api_keys else "")
+    try:
+        server.run(settings)
+    finally:
+        if settings.state_dir.parent.name.startswith(PREFIX):
+            shutil.rmtree(settings.state_dir.parent, ignore_errors=True)
+
+
+def _end_with_stdin(api_key: str) -> None:
+    """Delete all sandboxes and stop when the input ends: the program that started this one is gone or done.
+
+    The first line of the input is this service's URL.
+    """
+
+    from orchard.env.contract import KEY_HEADER
+
+    def watch() -> None:
+        url = sys.stdin.buffer.readline().decode().strip()
+        while sys.stdin.buffer.read(4096):
+            pass
+        try:
+            if url:
+                request = urllib.request.Request(
+                    f"{url}/sandboxes", method="DELETE", headers={KEY_HEADER: api_key}
+                )
+                urllib.request.urlopen(request, timeout=_CLEANUP_TIMEOUT_S).close()
+        except OSError as error:
+            typer.echo(f"orchard: sandboxes could not be deleted: {error}", err=True)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="stdin", daemon=True).start()
