@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from orchard.env.agent.wire import FrameReader, WireError, frame
 from orchard.env.errors import BY_CODE, AgentUnreachable, InternalError, OrchardError
@@ -60,8 +60,8 @@ class AgentProtocolChannel(asyncio.Protocol):
     # ------------------------------------------------------------------------------------ asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # Not checked by isinstance: uvloop's transports are none of asyncio's classes.
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         try:
