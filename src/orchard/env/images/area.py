@@ -6,6 +6,7 @@
       images/           one JSON file per digest
       layers/ID/        tree/ (the files) and layer.json (its size)
       host/             see `host.py`
+      users/            see `usage.py`
       scratch/N/        an import on its way; N.lock is held as long as its process lives
 
 Everything becomes visible by one rename, so a process killed at any moment leaves nothing but scratch space, which
@@ -38,6 +39,7 @@ class StoreArea:
         self.images = root / "images"
         self.layers = root / "layers"
         self.host = root / "host"
+        self.users = root / "users"
         self._scratch = root / "scratch"
         self._durable = durable
         self._made = False
@@ -48,7 +50,7 @@ class StoreArea:
             return
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.root.chmod(0o700)
-        for path in (self.names, self.images, self.layers, self.host, self._scratch):
+        for path in (self.names, self.images, self.layers, self.host, self.users, self._scratch):
             path.mkdir(exist_ok=True, mode=0o700)
         self._made = True
         self.clear_scratch()

@@ -14,11 +14,11 @@ _KERNEL_TREES = ("/proc", "/sys", "/dev")
 
 
 class DirectoryImages:
-    """Resolves them. state_dir: the service's own state, which no sandbox may see. allowed: where they may lie;
+    """Resolves them. private: the service's own state, which no sandbox may see. allowed: where they may lie;
     None means anywhere else."""
 
-    def __init__(self, state_dir: Path, allowed: tuple[Path, ...] | None) -> None:
-        self._state_dir = state_dir
+    def __init__(self, private: tuple[Path, ...], allowed: tuple[Path, ...] | None) -> None:
+        self._private = private
         self._allowed = allowed
 
     def resolve(self, ref: str, text: str) -> ResolvedImage:
@@ -54,11 +54,11 @@ class DirectoryImages:
             raise PathInvalid(
                 f"{ref!r} is this whole machine; use the image `host` for its system directories."
             )
-        state = self._state_dir.resolve()
-        if state.is_relative_to(real) or real.is_relative_to(state):
-            raise PathInvalid(
-                f"{ref!r} overlaps the service's own state in {str(state)!r}: sandboxes would see each other. "
-                f"Copy the root file system elsewhere."
-            )
+        for state in {each.resolve() for each in self._private}:
+            if state.is_relative_to(real) or real.is_relative_to(state):
+                raise PathInvalid(
+                    f"{ref!r} overlaps the service's own state in {str(state)!r}: sandboxes would see each other. "
+                    f"Copy the root file system elsewhere."
+                )
         if any(real.is_relative_to(each) for each in _KERNEL_TREES):
             raise PathInvalid(f"{ref!r} lies in a file system of the kernel, which cannot be an image.")

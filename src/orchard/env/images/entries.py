@@ -202,12 +202,13 @@ def _segments(member: tarfile.TarInfo) -> tuple[tuple[int, int], ...] | None:
     sparse = cast("list[tuple[int, int]] | None", getattr(member, "sparse", None))
     if sparse is None:
         return None
+    segments = tuple((offset, size) for offset, size in sparse if size)  # empty ones only pad the map
     end = 0
-    for offset, size in sparse:
+    for offset, size in segments:
         if offset < end or size < 0 or offset + size > member.size:
             raise ValueError(f"{member.name!r} has an impossible sparse map")
         end = offset + size
-    return tuple((offset, size) for offset, size in sparse if size)
+    return segments
 
 
 def components(name: bytes, depth: int) -> tuple[bytes, ...]:

@@ -17,7 +17,7 @@ from orchard.env.images.importer import Base, Imported, Importer, Progress
 from orchard.env.images.limits import ImportLimits
 from orchard.env.images.model import ImageMount, ResolvedImage
 from orchard.env.images.record import ImageRecord, StoredImage
-from orchard.env.images.usage import images_in_use
+from orchard.env.images.usage import Users
 
 _MAX_CACHED = 4096
 
@@ -54,8 +54,9 @@ class ImageStore:
         allowed = None if directories is None else tuple(each.resolve() for each in directories)
         self._area = StoreArea(root, durable=durable)
         self._catalog = Catalog(self._area)
-        self._sandboxes = root.parent / "sandboxes"
-        self._directories = DirectoryImages(root.parent, allowed)
+        self._users = Users(self._area, root.parent / "sandboxes")
+        # The store may be borrowed from another state directory, by a link.
+        self._directories = DirectoryImages((root.parent, root.resolve().parent), allowed)
         self._host = HostImage(self._area, machine)
         self._limits = limits or ImportLimits()
         self._cache: dict[str, _Cached] = {}
@@ -63,6 +64,7 @@ class ImageStore:
     def prepare(self) -> None:
         """Make the directories, clear leftovers, build `host`: so that the first sandbox does not wait for it."""
         self._area.make()
+        self._users.register()
         self._host.resolve()
 
     # -- resolving -----------------------------------------------------------------------------------------
@@ -74,6 +76,7 @@ class ImageStore:
         PathInvalid or Forbidden for a directory that cannot or may not be an image.
         """
         self._area.make()
+        self._users.register()
         cached = self._cache.get(ref)
         if cached is not None and self._is_current(cached):
             return cached.image
@@ -227,7 +230,7 @@ class ImageStore:
         self._sweep(self._unneeded_layers)
 
     def _refuse_if_used(self, name: str, digest: str, in_use: Collection[str]) -> None:
-        holders = sorted(images_in_use(self._sandboxes).of(digest))
+        holders = sorted(self._users.in_use().of(digest))
         if holders or digest in in_use:
             who = ", ".join(holders[:5]) or "a sandbox that is starting"
             raise Conflict(
@@ -240,7 +243,7 @@ class ImageStore:
         self._area.make()
         freed = self._area.clear_scratch()
         current = self._host.resolve()
-        users = images_in_use(self._sandboxes)
+        users = self._users.in_use()
         if users.unknown:
             return freed  # nobody can tell what those use
         used = {*users.by_digest, *in_use}

@@ -1,10 +1,18 @@
-"""Which images the sandboxes of a state directory use, by the note that the runtime leaves with each."""
+"""Which images sandboxes use, by the note that the runtime leaves with each.
+
+Several services may share one store (an embedded one borrows the images of the machine's state directory), so each
+that resolves images leaves the place of its sandboxes in the store. An entry whose place is gone means nothing.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from orchard.env.images.area import StoreArea
 
 NOTE = "image.json"
 
@@ -21,9 +29,41 @@ class InUse:
         return [*self.by_digest.get(digest, ()), *self.unknown]
 
 
-def images_in_use(sandboxes: Path) -> InUse:
+class Users:
+    """The services that use a store. sandboxes: the directory of our own, `STATE/sandboxes`."""
+
+    def __init__(self, area: StoreArea, sandboxes: Path) -> None:
+        self._area = area
+        self._own = sandboxes
+        self._known = False
+
+    def register(self) -> None:
+        """Have others count our sandboxes; only the first call does work."""
+        if self._known:
+            return
+        place = os.fsencode(self._own.parent.resolve() / self._own.name)
+        with self._area.writing():
+            entry = self._area.users / hashlib.sha256(place).hexdigest()
+            self._area.write_file(entry, place)
+        self._known = True
+
+    def in_use(self) -> InUse:
+        """What the sandboxes of every service use now."""
+        found = InUse()
+        places = {self._own.parent.resolve() / self._own.name}
+        for entry in self._area.users.glob("[!.]*"):
+            place = Path(os.fsdecode(entry.read_bytes()))
+            if place.parent.is_dir():
+                places.add(place)
+            else:
+                entry.unlink(missing_ok=True)
+        for place in places:
+            _read_notes(place, found)
+        return found
+
+
+def _read_notes(sandboxes: Path, found: InUse) -> None:
     """Read `SANDBOX/image.json`, `{"ref": …, "digest": …}`, of every sandbox directory."""
-    found = InUse()
     for path in sandboxes.glob(f"*/{NOTE}"):
         sandbox_id = path.parent.name
         try:
@@ -33,4 +73,3 @@ def images_in_use(sandboxes: Path) -> InUse:
             continue  # deleted meanwhile
         except (OSError, ValueError, KeyError, TypeError):
             found.unknown.append(sandbox_id)
-    return found
