@@ -102,7 +102,8 @@ def measure_all(chosen: list[str], scale: Scale, say: Any) -> tuple[dict[str, Me
 
 def main() -> None:
     options = arguments()
-    console = Console()
+    # Into a file or a pipe, the table is as wide as it needs to be.
+    console = Console() if sys.stdout.isatty() else Console(width=180)
     document = machine.describe()
     chosen = options.only or [OURS, "agent", *PEERS]
     document["scale"] = "quick" if options.quick else "full"

@@ -16,9 +16,8 @@ import uvloop
 
 from benchmarks.samples import Metrics, latency, timed
 from benchmarks.scale import Scale
-from orchard.env.images import ImageStore
 from orchard.env.runtimes.base import AgentChannel, SandboxSpec
-from orchard.env.runtimes.local.runtime import LocalRuntime
+from orchard.env.runtimes.registry import make_runtime
 
 NAME = "agent (no HTTP)"
 TRUE = "/usr/bin/true"
@@ -36,7 +35,7 @@ def measure(scale: Scale) -> Metrics:
 
 
 async def _measure(state_dir: Path, count: int) -> Metrics:
-    runtime = LocalRuntime(state_dir, images=ImageStore(state_dir))
+    runtime = make_runtime("local", state_dir)
     await runtime.start()
     specs = [SandboxSpec(sandbox_id=f"bench{number}", image="host") for number in range(ALIVE)]
     try:

@@ -9,6 +9,7 @@ import argparse
 import inspect
 import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,18 @@ def rest_api() -> str:
 
 def openapi() -> dict[str, Any]:
     """The document of the very application that `orchard serve` runs."""
-    from orchard.env.orchestrator.app import openapi_document
+    from orchard.env.orchestrator.app import create_app
+    from orchard.env.orchestrator.settings import ServiceSettings
+    from orchard.env.orchestrator.stores.sqlite import SqliteStore
+    from orchard.env.runtimes.registry import make_runtime
 
-    return openapi_document()
+    with tempfile.TemporaryDirectory() as folder:
+        state = Path(folder)
+        # Made, not started: nothing is written or run.
+        app = create_app(
+            ServiceSettings(state_dir=state), make_runtime("local", state), SqliteStore(state / "db")
+        )
+        return app.openapi()
 
 
 def operation(method: str, path: str, spec: dict[str, Any]) -> Iterator[str]:

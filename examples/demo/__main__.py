@@ -31,7 +31,7 @@ from examples.demo.suites import Outcome, run_suite
 from orchard import AsyncSandboxClient, OrchardError
 
 FOLDER = Path(__file__).resolve().parents[2] / ".demo"
-NEXT = "Try next:  .venv/bin/orchard run host -- uname -a      and then docs/tutorials/quickstart.md"
+NEXT = "Try next: .venv/bin/orchard run host -- sh -c 'id; ls /' (and then docs/tutorials/quickstart.md)"
 
 
 def make_plan() -> list[Outcome]:
@@ -57,7 +57,7 @@ class Demo:
         self._store = ImageStore(state_dir)
 
     def say(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False)
+        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     async def make_images(self, carry_python: bool) -> dict[str, str]:
         """An image for each project; their names."""

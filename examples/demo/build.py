@@ -42,7 +42,7 @@ async def find_base(client: AsyncSandboxClient, store: ImageStore, folder: Path,
     name = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     tar = folder / f"{name}.tar"
     await asyncio.to_thread(_pack_running_python, tar, name)
-    await store.add(tar, "demo-python")
+    await store.add(tar, "demo-python", "host")
     return Base("demo-python", f"/python/bin/{name}", name.removeprefix("python"))
 
 
@@ -72,11 +72,11 @@ class ImageStore:
     def __init__(self, state_dir: Path) -> None:
         self._state_dir = state_dir
 
-    async def add(self, tar: Path, name: str) -> None:
-        """An image `name`: what `host` has, and the files of `tar` on top."""
+    async def add(self, tar: Path, name: str, base: str) -> None:
+        """An image `name`: what image `base` has, and the files of `tar` on top."""
         command = [sys.executable, "-m", "orchard.cli.main", "images", "import", str(tar)]
         process = await asyncio.create_subprocess_exec(
-            *command, "--name", name, "--base", "host", "--state-dir", str(self._state_dir),
+            *command, "--name", name, "--base", base, "--state-dir", str(self._state_dir),
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
         )  # fmt: skip
         output, _ = await process.communicate()
@@ -109,7 +109,7 @@ async def build_image(
     tar.write_bytes(content)
     name = f"demo-{project.name}"
     step("importing")
-    await store.add(tar, name)
+    await store.add(tar, name, base.image)
     return name
 
 

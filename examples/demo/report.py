@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from examples.demo.projects import Fault
 from examples.demo.suites import Outcome
 
 NAMES_SHOWN = 4
@@ -14,37 +16,37 @@ NAMES_SHOWN = 4
 
 def print_outcomes(console: Console, outcomes: Sequence[Outcome]) -> None:
     """One row for each sandbox, then the tests that the faults broke."""
-    table = Table(title="Test-suites in parallel sandboxes, network blocked", title_justify="left")
-    table.add_column("#", justify="right")
-    table.add_column("project")
-    table.add_column("source")
-    for heading in ("passed", "failed", "errors", "skipped", "create", "exec", "peak memory"):
-        table.add_column(heading, justify="right")
-    table.add_column("as it should be")
+    # Within 80 columns.
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
+    table.title = "Test-suites in parallel sandboxes, network blocked"
+    table.add_column("#", justify="right", no_wrap=True)
+    table.add_column("project", no_wrap=True)
+    table.add_column("source", no_wrap=True)
+    for heading in ("passed", "failed", "errors", "create\nms", "exec\ns", "peak\nMiB"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("ok?")
     for outcome in outcomes:
         table.add_row(
             str(outcome.number),
-            outcome.project.requirement,
-            f"[yellow]broken: {outcome.fault.story}[/]" if outcome.fault else "as released",
+            outcome.project.name,
+            "[yellow]broken[/]" if outcome.fault else "released",
             str(outcome.passed),
             f"[red]{outcome.failed}[/]" if outcome.failed else "0",
             str(outcome.errors),
-            str(outcome.skipped),
-            f"{outcome.create_s * 1000:.0f} ms",
-            f"{outcome.exec_s:.1f} s",
-            f"{outcome.peak_memory_bytes / 2**20:.0f} MiB" if outcome.peak_memory_bytes else "?",
+            f"{outcome.create_s * 1000:.0f}",
+            f"{outcome.exec_s:.1f}",
+            f"{outcome.peak_memory_bytes / 2**20:.0f}" if outcome.peak_memory_bytes else "?",
             "[red]no[/]" if outcome.complaint() else "[green]yes[/]",
         )
     console.print(table)
     for outcome in outcomes:
         if outcome.fault:
-            _print_failing(console, outcome)
+            _print_failing(console, outcome, outcome.fault)
 
 
-def _print_failing(console: Console, outcome: Outcome) -> None:
-    console.print(
-        f"\nsandbox {outcome.number}, {outcome.project.name} with {outcome.fault.path} broken:", markup=False
-    )
+def _print_failing(console: Console, outcome: Outcome, fault: Fault) -> None:
+    where = f"sandbox {outcome.number}: {outcome.project.requirement}, {fault.path} broken"
+    console.print(f"\n{where}: {fault.story}", soft_wrap=True)
     for name in outcome.failing[:NAMES_SHOWN]:
         console.print(f"  FAILED {name}", markup=False, soft_wrap=True)
     if len(outcome.failing) > NAMES_SHOWN:
