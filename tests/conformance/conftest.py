@@ -1,0 +1,144 @@
+"""One real service for each test process and runtime; sandboxes per test, or per module where tests cannot
+disturb each other."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conformance.runtimes import RUNTIMES, Images, RuntimeCase
+from tests.support.machine import Leftovers, network_devices
+from tests.support.rest import Box, Rest, new_id
+from tests.support.sdk import Sdk, open_sdk
+from tests.support.service import Service, live_sandboxes
+from tests.support.waiting import eventually
+
+NewBox = Callable[..., Box]
+
+
+@pytest.fixture(scope="session", params=list(RUNTIMES))
+def runtime(request: pytest.FixtureRequest) -> RuntimeCase:
+    """The runtime under test."""
+    return RUNTIMES[request.param]
+
+
+@pytest.fixture(scope="session")
+def service(runtime: RuntimeCase, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """The service that most tests share. At its end nothing of it may be left on the machine."""
+    state_dir = tmp_path_factory.mktemp(f"orchard-{runtime.name}") / "state"
+    server = Service(state_dir, arguments=runtime.serve_arguments)
+    server.start()
+    try:
+        yield server
+    finally:
+        end_and_check(server)
+
+
+def end_and_check(server: Service) -> None:
+    """Deletes all, stops, and fails when anything is left."""
+    ids = {s["sandbox_id"] for s in live_sandboxes(server.rest)}
+    server.delete_all()
+    assert server.stop() == 0, server.log()
+    check_nothing_left(server, ids)
+
+
+def check_nothing_left(server: Service, sandbox_ids: set[str]) -> None:
+    left = Leftovers(server.mark, server.state_dir, sandbox_ids)
+    eventually(lambda: not left.all(), f"nothing left of {server.state_dir}: {left.all()}", 10)
+
+
+@pytest.fixture(scope="session")
+def images(runtime: RuntimeCase, service: Service, tmp_path_factory: pytest.TempPathFactory) -> Images:
+    return runtime.images(tmp_path_factory.mktemp("images"), service.state_dir)
+
+
+@pytest.fixture(scope="session")
+def rest(service: Service) -> Rest:
+    """Raw REST with the admin key."""
+    return service.rest
+
+
+@pytest.fixture
+def new_box(rest: Rest, images: Images) -> Iterator[NewBox]:
+    """Makes ready sandboxes of the full image (or `image=`), deleted at the end of the test."""
+    made: list[Box] = []
+
+    def make(image: str | None = None, **fields: object) -> Box:
+        box = rest.submit(image or images.full, **fields)
+        made.append(box)
+        box.wait_ready()
+        return box
+
+    yield make
+    for box in made:
+        box.delete()
+
+
+@pytest.fixture
+def fresh(new_box: NewBox) -> Box:
+    """A sandbox of one's own."""
+    return new_box()
+
+
+@pytest.fixture(scope="module")
+def box(rest: Rest, images: Images) -> Iterator[Box]:
+    """A sandbox shared by the tests of a module that cannot disturb each other."""
+    with rest.sandbox(images.full) as shared:
+        yield shared
+
+
+@pytest.fixture(scope="module")
+def busybox(rest: Rest, images: Images) -> Iterator[Box]:
+    """The same with busybox alone."""
+    with rest.sandbox(images.busybox) as shared:
+        yield shared
+
+
+@pytest.fixture(scope="module")
+def shell_less(rest: Rest, images: Images) -> Iterator[Box]:
+    """The same without any shell."""
+    with rest.sandbox(images.shell_less) as shared:
+        yield shared
+
+
+@pytest.fixture
+def place(box: Box) -> str:
+    """A directory of the shared sandbox that no other test uses."""
+    path = f"/tmp/{new_id('place')}"
+    box.out(["/bin/mkdir", path])
+    return path
+
+
+@pytest.fixture(params=["async", "sync"])
+async def sdk(request: pytest.FixtureRequest, service: Service) -> AsyncIterator[Sdk]:
+    """The SDK in both flavours, under one asynchronous face."""
+    async with open_sdk(request.param, service.base_url, service.api_key) as client:
+        yield client
+
+
+@pytest.fixture
+def own_service(runtime: RuntimeCase, tmp_path: Path) -> Iterator[Callable[..., Service]]:
+    """Starts services of one's own (with other arguments); nothing of them may be left at the end."""
+    servers: list[Service] = []
+
+    def start(*arguments: str, **options: object) -> Service:
+        server = Service(
+            tmp_path / f"state{len(servers)}",
+            arguments=(*runtime.serve_arguments, *arguments),
+            **options,  # type: ignore[arg-type]
+        )
+        servers.append(server)
+        return server.start()
+
+    yield start
+    for server in servers:
+        if not server.running:
+            server.start()
+        end_and_check(server)
+
+
+@pytest.fixture
+def devices_before() -> set[str]:
+    return network_devices()

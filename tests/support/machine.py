@@ -1,0 +1,141 @@
+"""What the machine shows from outside the sandboxes: processes, mounts, control groups, network devices."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+
+PROC = Path("/proc")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def pids() -> list[int]:
+    return [int(name) for name in os.listdir(PROC) if name.isdigit()]
+
+
+def status_field(pid: int, name: str) -> str | None:
+    """A field of /proc/PID/status, or None when the process is gone."""
+    found = re.search(
+        rf"^{name}:\s*(.*)$", _read(PROC / str(pid) / "status").decode(errors="replace"), re.MULTILINE
+    )
+    return found[1] if found else None
+
+
+def runs(pid: int) -> bool:
+    """The process exists and is no zombie."""
+    state = status_field(pid, "State")
+    return state is not None and state[0] not in "ZX"
+
+
+def children(pid: int) -> list[int]:
+    """Direct children that run."""
+    return [p for p in pids() if status_field(p, "PPid") == str(pid) and runs(p)]
+
+
+def descendants(pid: int) -> list[int]:
+    """Every process below `pid`, parents first."""
+    parents: dict[int, list[int]] = {}
+    for p in pids():
+        parent = status_field(p, "PPid")
+        if parent is not None and runs(p):
+            parents.setdefault(int(parent), []).append(p)
+    found, front = [], [pid]
+    while front:
+        front = [child for parent in front for child in parents.get(parent, [])]
+        found += front
+    return found
+
+
+def pids_with_argument(argument: str) -> list[int]:
+    """Processes that have `argument` as one of their arguments, seen from outside."""
+    wanted = argument.encode()
+    return [p for p in pids() if wanted in _read(PROC / str(p) / "cmdline").split(b"\0") and runs(p)]
+
+
+def pid_namespace(pid: int) -> str | None:
+    try:
+        return os.readlink(PROC / str(pid) / "ns/pid")
+    except OSError:
+        return None
+
+
+def namespace_init(pid: int) -> int:
+    """The outside pid of process 1 in the pid namespace of `pid`."""
+    wanted = pid_namespace(pid)
+    for p in pids():
+        if pid_namespace(p) == wanted and (status_field(p, "NSpid") or "").split()[-1:] == ["1"]:
+            return p
+    raise AssertionError(f"no process 1 in the pid namespace of {pid}")
+
+
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def resident_bytes(pid: int) -> int:
+    value = status_field(pid, "VmRSS")
+    return int(value.split()[0]) * 1024 if value else 0
+
+
+def network_devices() -> set[str]:
+    return set(os.listdir("/sys/class/net"))
+
+
+def mounts() -> list[str]:
+    return _read(PROC / "self/mountinfo").decode(errors="replace").splitlines()
+
+
+def control_groups() -> set[str]:
+    """Every control group directory of every hierarchy."""
+    return {folder for folder, _, _ in os.walk("/sys/fs/cgroup")}
+
+
+class Leftovers:
+    """What is left on the machine of a service: by its mark, its state directory and its sandboxes' ids."""
+
+    def __init__(self, mark: str, state_dir: Path, sandbox_ids: Iterable[str]) -> None:
+        self._mark = f"ORCHARD_TEST_MARK={mark}".encode()
+        self._state_dir = str(state_dir)
+        self._ids = set(sandbox_ids)
+
+    def _is_ours(self, pid: int) -> bool:
+        folder = PROC / str(pid)
+        return runs(pid) and (
+            self._mark in _read(folder / "environ").split(b"\0")
+            or self._state_dir.encode() in _read(folder / "mountinfo")
+            or self._state_dir.encode() in _read(folder / "cmdline")
+        )
+
+    def processes(self) -> list[str]:
+        return [
+            f"process {pid}: {_read(PROC / str(pid) / 'cmdline').decode(errors='replace')!r}"
+            for pid in pids()
+            if pid != os.getpid() and self._is_ours(pid)
+        ]
+
+    def mounts(self) -> list[str]:
+        return [f"mount {line}" for line in mounts() if self._state_dir in line]
+
+    def control_groups(self) -> list[str]:
+        return [f"control group {path}" for path in control_groups() if any(i in path for i in self._ids)]
+
+    def directories(self) -> list[str]:
+        found = []
+        for folder, names, files in os.walk(self._state_dir):
+            found += [f"path {folder}/{name}" for name in names + files if name.split(".")[0] in self._ids]
+        return found
+
+    def all(self) -> list[str]:
+        return self.processes() + self.mounts() + self.control_groups() + self.directories()
