@@ -7,17 +7,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from orchard.env.contract import API_VERSION, KEY_HEADER, PatchRequest
-from orchard.env.errors import OrchardError
 from orchard.env.orchestrator.middleware import Edge
 from orchard.env.orchestrator.orchestrator import Orchestrator
-from orchard.env.orchestrator.responses import error_response, from_http, from_validation
 from orchard.env.orchestrator.routes import files, jobs, sandboxes, service
 from orchard.env.orchestrator.routes.base import LeanRoute
 from orchard.env.orchestrator.settings import ServiceSettings
@@ -25,7 +20,26 @@ from orchard.env.orchestrator.stores.base import Store
 from orchard.env.runtimes.base import Runtime
 
 
-def create_app(settings: ServiceSettings, runtime: Runtime, store: Store) -> FastAPI:
+class Service(FastAPI):
+    """FastAPI for routing and documentation. A request goes from the edge straight to the router: the edge does
+    what the usual stack of middleware is for, in a fifth of its time."""
+
+    edge: Edge
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope["app"] = self
+            await self.edge(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            self.openapi_schema = _openapi(self)
+        return self.openapi_schema
+
+
+def create_app(settings: ServiceSettings, runtime: Runtime, store: Store) -> Service:
     """The service as an ASGI application; its lifespan starts and stops the orchestrator (`app.state.orchestrator`).
 
     Raises `SettingsError` for keys that cannot be used.
@@ -40,46 +54,25 @@ def create_app(settings: ServiceSettings, runtime: Runtime, store: Store) -> Fas
         finally:
             await orchestrator.stop()
 
-    app = FastAPI(title="Orchard", version=API_VERSION, lifespan=lifespan, redirect_slashes=False,
+    app = Service(title="Orchard", version=API_VERSION, lifespan=lifespan, redirect_slashes=False,
                   description="Sandboxes for agents: create, run commands, move files.")  # fmt: skip
     app.state.orchestrator = orchestrator
+    app.edge = Edge(app.router, orchestrator.keys, orchestrator.metrics)
     app.router.route_class = LeanRoute
     # Most frequent first: routes are tried in order.
-    for routes in (sandboxes.routes, jobs.routes, files.routes, service.routes):
-        app.router.routes.extend(routes.routes)
-    app.add_exception_handler(OrchardError, _orchard_error)
-    app.add_exception_handler(RequestValidationError, _validation_error)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_middleware(Edge, keys=orchestrator.keys, metrics=orchestrator.metrics)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    own = [route for part in (sandboxes, jobs, files, service) for route in part.routes.routes]
+    app.router.routes[:0] = own
     return app
-
-
-async def _orchard_error(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, OrchardError)
-    return error_response(error)
-
-
-async def _validation_error(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return error_response(from_validation(error))
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return error_response(from_http(request, error))
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
     """FastAPI's document, with the key that routes need and the one body that it cannot see."""
-    if app.openapi_schema is None:
-        schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-        components = schema.setdefault("components", {})
-        components.setdefault("schemas", {})["PatchRequest"] = PatchRequest.model_json_schema()
-        components["securitySchemes"] = {"key": {"type": "apiKey", "in": "header", "name": KEY_HEADER}}
-        for path, operations in schema["paths"].items():
-            if path not in service.PUBLIC_PATHS:
-                for operation in operations.values():
-                    operation["security"] = [{"key": []}]
-        app.openapi_schema = schema
-    return app.openapi_schema
+    schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    components = schema.setdefault("components", {})
+    components.setdefault("schemas", {})["PatchRequest"] = PatchRequest.model_json_schema()
+    components["securitySchemes"] = {"key": {"type": "apiKey", "in": "header", "name": KEY_HEADER}}
+    for path, operations in schema["paths"].items():
+        if path not in service.PUBLIC_PATHS:
+            for operation in operations.values():
+                operation["security"] = [{"key": []}]
+    return schema

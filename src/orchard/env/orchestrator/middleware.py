@@ -1,4 +1,4 @@
-"""The edge: request ids, version header, keys and measurements around every request. Plain ASGI, for speed."""
+"""The edge: request ids, version header, keys, errors and measurements around every request. Plain ASGI, for speed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import re
 import time
 from typing import Any
 
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orchard.env.contract import API_VERSION, REQUEST_ID_HEADER, VERSION_HEADER
@@ -17,7 +19,7 @@ from orchard.env.errors import Forbidden, InternalError, OrchardError
 from orchard.env.orchestrator.auth import KeyRing, Principal
 from orchard.env.orchestrator.logging import request_id
 from orchard.env.orchestrator.metrics import Metrics
-from orchard.env.orchestrator.responses import error_response
+from orchard.env.orchestrator.responses import error_response, from_http, from_validation
 from orchard.env.orchestrator.routes.base import PRINCIPAL
 from orchard.env.orchestrator.routes.service import PUBLIC_PATHS
 
@@ -58,13 +60,16 @@ class Edge:
             if scope["path"] not in PUBLIC_PATHS:
                 scope[PRINCIPAL] = self._principal(headers)
             await self._app(scope, receive, send_marked)
-        except OrchardError as error:
-            await error_response(error)(scope, receive, send_marked)
+        except (OrchardError, HTTPException, RequestValidationError) as error:
+            if status:
+                raise  # half an answer is out: only breaking the connection tells that it is not whole
+            await error_response(_typed(scope, error))(scope, receive, send_marked)
         except Exception:
             _log.exception("a request failed in an unforeseen way", extra={"method": scope["method"], "path": scope["path"]})
-            if status == 0:
-                fault = InternalError("the service failed in an unforeseen way; its log has the request id")
-                await error_response(fault)(scope, receive, send_marked)
+            if status:
+                raise
+            fault = InternalError("the service failed in an unforeseen way; its log has the request id")
+            await error_response(fault)(scope, receive, send_marked)
         finally:
             route: Any = scope.get("route")
             seconds = time.perf_counter() - began
@@ -78,6 +83,12 @@ class Edge:
         if self._keys.open:
             _check_browser(headers)
         return self._keys.principal(headers.get(b"x-api-key"))
+
+
+def _typed(scope: Scope, error: OrchardError | HTTPException | RequestValidationError) -> OrchardError:
+    if isinstance(error, HTTPException):
+        return from_http(scope["method"], scope["path"], error)
+    return from_validation(error) if isinstance(error, RequestValidationError) else error
 
 
 def _check_browser(headers: dict[bytes, bytes]) -> None:

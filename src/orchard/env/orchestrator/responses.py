@@ -9,7 +9,6 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import Response
 
 from orchard.env.contract import Death
@@ -93,12 +92,11 @@ _BY_STATUS: dict[int, type[OrchardError]] = {
 }  # fmt: skip
 
 
-def from_http(request: Request, error: HTTPException) -> OrchardError:
+def from_http(method: str, path: str, error: HTTPException) -> OrchardError:
     """An error of the HTTP layer below, such as an unknown path."""
-    path = request.url.path[:200]
     if error.status_code == 404:
-        return NotFound(f"there is no {path}; see /docs for what there is")
+        return NotFound(f"there is no {path[:200]}; see /docs for what there is")
     if error.status_code == 405:
-        return MethodNotAllowed(f"{request.method} is not for {path}; see /docs for what is")
+        return MethodNotAllowed(f"{method} is not for {path[:200]}; see /docs for what is")
     cls = _BY_STATUS.get(error.status_code, InvalidRequest if error.status_code < 500 else InternalError)
     return cls(str(error.detail))

@@ -44,7 +44,7 @@ def run(settings: ServiceSettings) -> None:
         config = uvicorn.Config(
             app, loop="uvloop", http="httptools", ws="none", lifespan="off", access_log=False, log_config=None,
             timeout_keep_alive=settings.keep_alive_s, timeout_graceful_shutdown=settings.shutdown_s,
-            backlog=_BACKLOG, server_header=False, date_header=False,
+            backlog=_BACKLOG, server_header=False, date_header=False, proxy_headers=False,
         )  # fmt: skip
         server = _Server(config, app.state.orchestrator, _url(settings, listener))
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from fastapi import APIRouter
+from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
@@ -36,8 +37,8 @@ class LeanRoute(APIRoute):
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
         super().__init__(path, endpoint, **options)
         direct = _direct(endpoint, {parameter.name for parameter in self.dependant.path_params})
-        if direct is not None:
-            self.app = direct
+        # What FastAPI's own handlers expect around them; the service has it here and not around every request.
+        self.app = direct or AsyncExitStackMiddleware(self.app)
 
 
 def _direct(endpoint: Callable[..., Awaitable[Response]], path_names: set[str]) -> Any:
