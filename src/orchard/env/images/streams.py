@@ -112,7 +112,10 @@ class _Decoded:
                 data = self._source.read(_CHUNK)
                 if not data:
                     raise EOFError("the compressed data ends too early")
-            out = self._decoder.decompress(data, size)
+            try:
+                out = self._decoder.decompress(data, size)
+            except OSError as error:  # what bz2 raises, without having touched a file
+                raise ValueError(str(error)) from error
             if out:
                 return out
 
