@@ -38,8 +38,8 @@ test: $(STAMP)
 # All four run even if one fails, so that one look shows everything.
 lint: $(STAMP)
 	@failed=0; \
-	$(BIN)/ruff check . || failed=1; \
-	$(BIN)/ruff format --check . || failed=1; \
+	$(BIN)/ruff check --output-format concise . || failed=1; \
+	$(BIN)/ruff format --check --output-format concise . || failed=1; \
 	$(BIN)/mypy || failed=1; \
 	$(BIN)/lint-imports || failed=1; \
 	exit $$failed
