@@ -135,7 +135,8 @@ Base64 = Annotated[str, AfterValidator(_base64)]
 
 
 class _Request(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    # Strict: true is not 1 and "5" is not 5; what a client got wrong is told, not guessed.
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class _Answer(BaseModel):
@@ -453,7 +454,9 @@ class WriteFile(_Request):
 
     path: Annotated[Text, Field(min_length=1, max_length=4096)]
     content: Base64
-    mode: Annotated[int, Field(ge=0, le=0o7777)] | Annotated[str, Field(pattern=r"^0?[0-7]{3,4}$")] | None = None
+    mode: Annotated[int, Field(ge=0, le=0o7777)] | Annotated[str, Field(pattern=r"^0?[0-7]{3,4}$")] | None = (
+        None
+    )
 
     def mode_bits(self) -> int | None:
         return int(self.mode, 8) if isinstance(self.mode, str) else self.mode

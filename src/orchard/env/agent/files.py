@@ -54,6 +54,19 @@ def _encode(path: str) -> bytes:
         raise AgentError("path_invalid", "the path is not encodable as UTF-8") from None
 
 
+def _read_at(fd: int, offset: int, limit: int) -> bytes:
+    """Up to `limit` bytes; less only at the end. Files of /proc come a page at a time: they are read on."""
+    data = os.pread(fd, limit, offset)
+    if not data or len(data) == limit:
+        return data
+    parts = [data]
+    size = len(data)
+    while size < limit and (data := os.pread(fd, limit - size, offset + size)):
+        parts.append(data)
+        size += len(data)
+    return b"".join(parts)
+
+
 class _At:
     """A directory descriptor and a name in it; closes the descriptor on exit."""
 
@@ -68,8 +81,19 @@ class _At:
         os.close(self.dir_fd)
 
 
-def _open(path: bytes, flags: int, mode: int = 0) -> int:
-    return syscalls.openat2(-100, path, flags, mode, syscalls.RESOLVE_NO_MAGICLINKS)
+_AT_FDCWD = -100
+
+
+def _open(path: bytes, flags: int, dir_fd: int = _AT_FDCWD) -> int:
+    """A descriptor, by a path that uses no magic link of /proc and does not end in the agent's own part of it."""
+    fd = syscalls.openat2(dir_fd, path, flags, 0, syscalls.RESOLVE_NO_MAGICLINKS)
+    # /proc/self is the agent here, not a process of the sandbox; a link of any name may lead there.
+    own = b"/proc/%d" % os.getpid()
+    real = os.readlink(b"/proc/self/fd/%d" % fd)
+    if real == own or real.startswith(own + b"/"):
+        os.close(fd)
+        raise OSError(errno.EACCES, "belongs to the agent")
+    return fd
 
 
 class _Upload:
@@ -111,7 +135,7 @@ class Files:
             if not stat.S_ISREG(info.st_mode):
                 kind = _TYPES.get(stat.S_IFMT(info.st_mode), "special file")
                 raise AgentError("path_invalid", f"{path!r} is a {kind}, not a regular file")
-            data = os.pread(fd, min(limit, CHUNK_BYTES), offset)
+            data = _read_at(fd, offset, min(limit, CHUNK_BYTES))
             # Files of /proc and the like have size 0 and content all the same: the end is an empty read.
             eof = not data or (info.st_size > 0 and offset + len(data) >= info.st_size)
             return {"size": info.st_size, "mode": stat.S_IMODE(info.st_mode), "eof": eof}, data

@@ -48,6 +48,12 @@ class Defaults:
         self.user = "root"
 
 
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"text expected, not {type(value).__name__}")
+    return value
+
+
 class JobSpec:
     """One command as asked for; times in seconds, sizes in bytes. timeout_s None: no limit."""
 
@@ -58,12 +64,17 @@ class JobSpec:
 
     def __init__(self, request: dict[str, Any], stdin: bytes) -> None:
         """From the fields of an `exec` request; KeyError or TypeError where they are missing or of a wrong type."""
-        self.job_id: str = request["job_id"]
-        self.command: str | list[str] = request["command"]
-        self.timeout_s: float | None = request.get("timeout_s")
+        self.job_id: str = _text(request["job_id"])
+        command = request["command"]
+        if isinstance(command, list) and not command:
+            raise TypeError("command is an empty list")
+        self.command: str | list[str] = (
+            [_text(arg) for arg in command] if isinstance(command, list) else _text(command)
+        )
+        self.timeout_s = None if request.get("timeout_s") is None else float(request["timeout_s"])
         self.grace_s = float(request.get("grace_s") or 0.0)
         self.cwd: str | None = request.get("cwd")
-        self.env: dict[str, str] = request.get("env") or {}
+        self.env = {_text(name): _text(value) for name, value in (request.get("env") or {}).items()}
         self.user: str | None = request.get("user")
         self.login_shell = bool(request.get("login_shell"))
         self.stdin = stdin
@@ -233,16 +244,17 @@ class JobTable:
                     "conflict", f"job {spec.job_id} exists with another command; use a new job_id"
                 )
             return known, True
-        self._check(spec)
         job = Job(spec)
-        self.jobs[spec.job_id] = job
-        if spec.concurrent or spec.background:
-            self._start(job)
-        elif self._active is None and not self._waiting:
-            self._active = job
-            self._start(job)
-        else:
+        in_order = not (spec.concurrent or spec.background)
+        if in_order and (self._active is not None or self._waiting):
+            self.jobs[spec.job_id] = job
             self._waiting.append(job)
+            return job, False
+        self._check(spec)
+        self.jobs[spec.job_id] = job
+        if in_order:
+            self._active = job
+        self._start(job)
         return job, False
 
     def get(self, job_id: str) -> Job:
@@ -296,7 +308,7 @@ class JobTable:
     # ------------------------------------------------------------------------------------------ starting
 
     def _check(self, spec: JobSpec) -> None:
-        """Refuse what cannot work before it is accepted."""
+        """Refuse what cannot work; at the command's turn, since an earlier one may have made the directory."""
         cwd = spec.cwd or self.defaults.working_dir
         if not os.path.isdir(cwd):
             raise AgentError(
@@ -326,11 +338,13 @@ class JobTable:
         job.status = "running"
         spec = job.spec
         try:
+            self._check(spec)
             account = accounts.lookup(spec.user or self.defaults.user)
             env = self._environment(spec, account)
             command = spawn.resolve(spec.command, spec.login_shell, env["PATH"])
             self._launch(job, command, env, account)
-        except (spawn.SpawnError, accounts.UnknownUser, OSError, ValueError) as error:
+        except Exception as error:
+            # Whatever it was, this job ends and the queue goes on.
             self._start_failed(job, error)
             return
         if spec.timeout_s is not None:
@@ -389,9 +403,12 @@ class JobTable:
             job.error_code = "command_not_found" if missing else None
             self._complete(job, 127 if missing else 126)
             return
-        if isinstance(error, spawn.SpawnError) and error.stage == "chdir":
+        if isinstance(error, AgentError):
+            job.error_code = error.code
+            job.error = error.detail
+        elif isinstance(error, spawn.SpawnError) and error.stage == "chdir":
             job.error_code = "cwd_not_found"
-            job.error = f"The working directory could not be entered: {error}"
+            job.error = f"the working directory could not be entered: {error}"
         elif isinstance(error, ValueError | accounts.UnknownUser):
             job.error_code = "invalid_request"
             job.error = f"The command could not be started: {error}"

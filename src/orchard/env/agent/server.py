@@ -10,6 +10,7 @@ import time
 from _operator import _compare_digest
 from collections import deque
 
+from orchard.env.agent import accounts
 from orchard.env.agent.files import Files
 from orchard.env.agent.jobs import AgentError, Defaults, Job, JobSpec, JobTable
 from orchard.env.agent.loop import READ, WRITE, Loop
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 _RECEIVE_BYTES = 1 << 18
 _LOG_BYTES = 64 << 10
+#: Ways for a command to end that are errors of the request, told as such to a caller that waits.
+_REFUSALS = ("cwd_not_found", "user_not_found", "invalid_request")
 #: A connection whose peer stops reading is dropped at this much unsent output: the jobs stay.
 _UNSENT_CAP = 512 << 20
 
@@ -241,22 +244,44 @@ class Agent:
         self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any
     ) -> None:
         self.defaults.env.update(header.get("env") or {})
-        if header.get("working_dir"):
-            self.defaults.working_dir = self.files.base = header["working_dir"]
         if header.get("user"):
             self.defaults.user = header["user"]
+        if header.get("working_dir"):
+            self.defaults.working_dir = self.files.base = header["working_dir"]
+            self._make_working_dir(header["working_dir"])
         answer({})
+
+    def _make_working_dir(self, path: str) -> None:
+        """As container engines do: a working directory that the image lacks is made, for the sandbox's user."""
+        if os.path.isdir(path):
+            return
+        try:
+            account = accounts.lookup(self.defaults.user)
+            os.makedirs(path, exist_ok=True)
+            os.chown(path, account.uid, account.gid)
+        except (OSError, ValueError, accounts.UnknownUser) as error:
+            # Commands will be told that it is missing.
+            self.log(f"the working directory {path!r} could not be made: {error}")
 
     def _exec(self, header: dict[str, Any], payload: bytes, answer: Callable[..., None], fail: Any) -> None:
         spec = JobSpec(header, payload)
         job, attached = self.jobs.submit(spec)
-        if header.get("wait") and not job.finished:
-            job.when_done(lambda job: self._answer_job(job, answer, attached))
+
+        def done(job: Job) -> None:
+            if job.error_code in _REFUSALS:
+                # It never ran: the caller gets the error itself, as when it is refused at once.
+                self.jobs.forget(job.spec.job_id)
+                fail(AgentError(job.error_code, job.error or ""))
+            else:
+                self._answer_job(job, answer, attached)
+
+        if header.get("wait"):
+            job.when_done(done)
         else:
             self._answer_job(job, answer, attached)
 
     def _answer_job(self, job: Job, answer: Callable[..., None], attached: bool = False) -> None:
-        record, body = job.record(with_output=job.finished)
+        record, body = job.record()
         answer({"job": record, "attached": attached} if attached else {"job": record}, body)
 
     def _job(

@@ -17,7 +17,7 @@ Operations (→ answer fields; `+ payload` marks raw bytes):
               `wait: false` answers once accepted (status queued or running); `wait: true` when finished.
               A known job_id attaches to that job instead of starting one (`attached: true`); another command
               under the same id is `conflict`. `internal` jobs are not listed.
-    job       job_id, wait, timeout_s                 → job + payload as above; `wait_timeout` when it ends first
+    job       job_id, wait, timeout_s                 → job + payload (so far); `wait_timeout` when it ends first
     jobs                                              → jobs (no output)
     cancel    job_id, reason                          → job; stops it like a timeout does (grace, then kill)
     signal    job_id, signal (number)                 → (to every process of the job)

@@ -94,6 +94,12 @@ class Cgroups:
     def prepare(self) -> None:
         for path in (self.v2, *self.v1.values()):
             os.makedirs(path, exist_ok=True)
+        if "cpu" in self.v1:
+            # All sandboxes together weigh as much as one busy process per core, however many they are: the
+            # service and the agents, which are not among them, always get their turn.
+            weight = str(1024 * (os.cpu_count() or 1))
+            _write(f"{os.path.dirname(self.v1['cpu'])}/cpu.shares", weight)
+            _write(f"{self.v1['cpu']}/cpu.shares", weight)
         if self.v2_controllers:
             enable = " ".join(f"+{name}" for name in sorted(self.v2_controllers))
             for folder in (self.v2_root, f"{self.v2_root}/orchard", self.v2):
@@ -109,8 +115,6 @@ class Cgroups:
         os.chown(box, owner_uid, owner_uid)
         os.chown(f"{home}/cgroup.procs", owner_uid, owner_uid)
         for name, root in self.v1.items():
-            if name == "cpu" and limits.cpu_cores is None:
-                continue
             path = f"{root}/{sandbox_id}"
             os.mkdir(path)
             self._limit_v1(name, path, limits)
@@ -241,7 +245,9 @@ class Cgroups:
         oom_file = self.oom_file(sandbox_id)
         return {
             "cpu_seconds": None if usec is None else usec / 1e6,
-            "memory_bytes": _read_int(f"{memory}/memory.usage_in_bytes" if memory else f"{box}/memory.current"),
+            "memory_bytes": _read_int(
+                f"{memory}/memory.usage_in_bytes" if memory else f"{box}/memory.current"
+            ),
             "peak_memory_bytes": self.peak_memory_bytes(sandbox_id),
             "memory_limit_bytes": _read_int(
                 f"{memory}/memory.limit_in_bytes" if memory else f"{box}/memory.max"

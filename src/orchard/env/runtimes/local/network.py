@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from orchard.env.errors import RuntimeRefused
-from orchard.env.runtimes.local.spec import MAX_SLOTS, NetworkSpec
+from orchard.env.runtimes.local.spec import NetworkSpec
 
 _RESERVED_ADDRESSES = 16
+#: Every service instance takes one subnet of this range, by a hash of its state directory.
+_SUBNETS = ipaddress.IPv4Network("10.192.0.0/10")
+_SUBNET_PREFIX = 19
 
 
 def nameservers(files: Iterable[str] = ("/run/systemd/resolve/resolv.conf", "/etc/resolv.conf")) -> list[str]:
@@ -46,23 +49,54 @@ def nameservers(files: Iterable[str] = ("/run/systemd/resolve/resolv.conf", "/et
 class Network:
     """The bridge of one service instance. Blocking: call from a thread; `attach` and `detach` are serialised."""
 
-    def __init__(self, instance: str, subnet: str = "10.213.0.0/16") -> None:
+    def __init__(self, instance: str) -> None:
         self._instance = instance
-        self._subnet = ipaddress.IPv4Network(subnet)
         self._bridge = f"orc{instance[:8]}"
         self._table = f"orchard_{instance}"
+        self._subnet_chosen: ipaddress.IPv4Network | None = None
         self._ready = False
         self._lock = threading.Lock()
         self._ip: Any = None
 
     def spec(self, slot: int) -> NetworkSpec:
         """The address of a slot. RuntimeRefused when the subnet has no room for it."""
+        with self._lock:
+            self._connect()
+            subnet = self._subnet
         number = slot + _RESERVED_ADDRESSES
-        if number >= self._subnet.num_addresses - 1 or slot >= MAX_SLOTS:
-            raise RuntimeRefused(f"the sandbox network {self._subnet} is full; choose a larger one")
-        return NetworkSpec(
-            str(self._subnet[number]), self._subnet.prefixlen, str(self._subnet[1]), nameservers()
-        )
+        if number >= subnet.num_addresses - 1:
+            raise RuntimeRefused(
+                f"the sandbox network {subnet} has no address left; delete sandboxes with a network"
+            )
+        return NetworkSpec(str(subnet[number]), subnet.prefixlen, str(subnet[1]), nameservers())
+
+    @property
+    def _subnet(self) -> ipaddress.IPv4Network:
+        """This instance's own subnet: that of its bridge if it is there, else one that no route knows."""
+        if self._subnet_chosen is None:
+            self._subnet_chosen = self._bridge_subnet() or self._free_subnet()
+        return self._subnet_chosen
+
+    def _bridge_subnet(self) -> ipaddress.IPv4Network | None:
+        for index in self._ip.link_lookup(ifname=self._bridge):
+            for address in self._ip.get_addr(index=index, family=2):
+                return ipaddress.IPv4Network(
+                    f"{address.get_attr('IFA_ADDRESS')}/{address['prefixlen']}", strict=False
+                )
+        return None
+
+    def _free_subnet(self) -> ipaddress.IPv4Network:
+        taken = []
+        for route in self._ip.get_routes(family=2):
+            destination = route.get_attr("RTA_DST")
+            if destination is not None:
+                taken.append(ipaddress.IPv4Network(f"{destination}/{route['dst_len']}", strict=False))
+        candidates = list(_SUBNETS.subnets(new_prefix=_SUBNET_PREFIX))
+        first = int(self._instance[:8], 16) % len(candidates)
+        for subnet in candidates[first:] + candidates[:first]:
+            if not any(subnet.overlaps(other) for other in taken):
+                return subnet
+        raise RuntimeRefused(f"no free network left in {_SUBNETS} for the sandboxes")
 
     def veth(self, slot: int) -> str:
         return f"ov{self._instance[:6]}{slot:x}"

@@ -38,6 +38,7 @@ class LocalHandle:
     channel: AgentProtocolChannel | None = None
     deleting: bool = False
     exit_code: int | None = None
+    exited: asyncio.Event | None = None
 
     @property
     def slot(self) -> int:
@@ -50,6 +51,7 @@ class _Starting:
 
     forked: asyncio.Future[int]
     failed: asyncio.Future[dict[str, Any]]
+    asked: bool = False
 
 
 @dataclass
@@ -129,8 +131,13 @@ class LocalRuntime:
         finally:
             theirs.close()
         loop.add_reader(ours.fileno(), self._on_control, ours)
-        async with asyncio.timeout(_AGENT_START_S):
-            await self._zygote_ready
+        try:
+            async with asyncio.timeout(_AGENT_START_S):
+                await self._zygote_ready
+        except TimeoutError:
+            raise RuntimeRefused(
+                f"the sandbox launcher was not ready within {_AGENT_START_S:g} s; does another one use this state directory?"
+            ) from None
 
     async def close(self) -> None:
         self._closing = True
@@ -191,6 +198,8 @@ class LocalRuntime:
             # A late word on an earlier sandbox of the same id is not about this one.
             if handle is not None and handle.state.get("pid", message["pid"]) == message["pid"]:
                 handle.exit_code = message["code"]
+                if handle.exited is not None:
+                    handle.exited.set()
             if starting is not None and not starting.failed.done():
                 starting.failed.set_result(
                     {"detail": f"the agent exited with {message['code']} while starting"}
@@ -237,14 +246,29 @@ class LocalRuntime:
         try:
             await self._launch(handle, spec, image, starting, progress)
         except BaseException as error:
-            self._starting.pop(spec.sandbox_id, None)
-            await self._remove(spec.sandbox_id)
+            await self._abandon_start(spec.sandbox_id, starting)
             if isinstance(error, OrchardError):
                 raise StartFailed(EndReason.RUNTIME_ERROR, error.detail) from error
             raise
         finally:
             self._starting.pop(spec.sandbox_id, None)
         return handle
+
+    async def _abandon_start(self, sandbox_id: str, starting: _Starting) -> None:
+        """Remove a sandbox whose start failed or was cancelled: not before the zygote has dealt with the request,
+        else it would start what was just removed."""
+
+        async def abandon() -> None:
+            if starting.asked and self._control is not None:
+                answers = {starting.forked, starting.failed}
+                await asyncio.wait(answers, timeout=_AGENT_START_S, return_when=asyncio.FIRST_COMPLETED)
+            self._starting.pop(sandbox_id, None)
+            await self._remove(sandbox_id)
+
+        task = asyncio.get_running_loop().create_task(abandon())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        await asyncio.shield(task)
 
     async def _resolve(self, ref: str) -> ResolvedImage:
         try:
@@ -262,10 +286,11 @@ class LocalRuntime:
             mounts=[(mount.target, [str(layer) for layer in mount.layers], mount.read_only) for mount in image.mounts],
             image_ref=spec.image, image_digest=image.digest, cpu_cores=spec.cpu_cores,
             memory_bytes=spec.memory_bytes, disk_bytes=spec.disk_bytes, pids=spec.pids,
-            network=None if spec.block_network else self._network.spec(handle.slot),
+            network=None if spec.block_network else await asyncio.to_thread(self._network.spec, handle.slot),
         )  # fmt: skip
         async with asyncio.timeout(_AGENT_START_S):
             try:
+                starting.asked = True
                 await self._ask({"op": "create", "spec": launch.to_wire()})
                 pid = await self._or_failure(starting.forked, starting)
                 if not spec.block_network:
@@ -296,7 +321,7 @@ class LocalRuntime:
         try:
             await asyncio.wait({wanted, starting.failed}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            if not wanted.done():
+            if isinstance(wanted, asyncio.Task) and not wanted.done():
                 wanted.cancel()
         if starting.failed.done() and (wanted.cancelled() or not wanted.done() or wanted.exception()):
             raise self._start_failure(starting.failed.result())
@@ -355,11 +380,21 @@ class LocalRuntime:
                 pass
         if handle.deleting:
             return
-        await asyncio.sleep(0)  # let the zygote's word on the exit code come first
+        await self._exit_known(handle)
         postmortem = await self._remove(
             handle.sandbox_id, EndReason.AGENT_LOST, "the agent ended, and the sandbox with it"
         )
         self.on_death(handle.sandbox_id, postmortem)
+
+    async def _exit_known(self, handle: LocalHandle, patience_s: float = 1.0) -> None:
+        """Let the zygote's word on the exit code come first; after its own death there is none."""
+        if handle.exit_code is None and self._control is not None and self._agent_gone(handle):
+            handle.exited = asyncio.Event()
+            try:
+                async with asyncio.timeout(patience_s):
+                    await handle.exited.wait()
+            except TimeoutError:
+                pass
 
     def _agent_gone(self, handle: LocalHandle) -> bool:
         return handle.exit_code is not None or self._cgroups.empty(handle.sandbox_id)

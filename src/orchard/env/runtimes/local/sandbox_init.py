@@ -59,18 +59,24 @@ class Birth:
         self.go_fd = go_fd
 
 
-def _overlay(birth: Birth, layers: list[str], name: str, first_layer: int) -> int:
-    """A detached overlay over `layers`, shifted to the sandbox's ids, with its own upper directory."""
-    spec = birth.spec
+def _shifted(birth: Birth, layer: str, attributes: int = 0) -> int:
+    """A detached copy of the mount at `layer` whose owners are shifted to the sandbox's ids."""
+    tree = kernel.open_tree(layer)
+    kernel.mount_setattr(tree, attributes, birth.userns_fd)
+    return tree
+
+
+def _overlay(birth: Birth, layers: list[str], first_layer: int, upper_name: str | None) -> int:
+    """A detached overlay over `layers`, topmost first; writable in a directory of its own if `upper_name` is given."""
     options: list[tuple[str, str | None]] = [("source", "orchard")]
     for number, layer in enumerate(layers, first_layer):
-        tree = kernel.open_tree(layer)
-        kernel.mount_setattr(tree, 0, birth.userns_fd)
-        kernel.move_mount(tree, f"{birth.scratch}/l{number}")
-        os.close(tree)
+        _attach(_shifted(birth, layer), f"{birth.scratch}/l{number}")
         options.append(("lowerdir+", f"{birth.scratch_link}/l{number}"))
+    if upper_name is None:
+        return kernel.new_mount("overlay", options, kernel.MOUNT_ATTR_NODEV | kernel.MOUNT_ATTR_RDONLY)
+    spec = birth.spec
     upper_home = f"{birth.scratch_link}/disk" if spec.disk_bytes is not None else birth.home_link
-    upper, work = f"{upper_home}/{name}", f"{upper_home}/{name}.work"
+    upper, work = f"{upper_home}/{upper_name}", f"{upper_home}/{upper_name}.work"
     os.mkdir(upper, 0o755)
     os.mkdir(work, 0o700)
     info = os.stat(layers[0])
@@ -117,16 +123,15 @@ def build_tree(birth: Birth) -> None:
     old_mask = os.umask(0)
     if spec.disk_bytes is not None:
         _disk(birth, spec.disk_bytes)
-    _attach(_overlay(birth, spec.layers, "upper", 0), root)
+    _attach(_overlay(birth, spec.layers, 0, "upper"), root)
     used = len(spec.layers)
     for number, (target, layers, read_only) in enumerate(spec.mounts):
         if read_only and len(layers) == 1:
-            tree = kernel.open_tree(layers[0])
-            kernel.mount_setattr(tree, kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NODEV, birth.userns_fd)
-            _attach(tree, f"{root}{target}")
-            continue
-        _attach(_overlay(birth, layers, f"upper.{number}", used), f"{root}{target}")
-        used += len(layers)
+            attributes = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NODEV
+            _attach(_shifted(birth, layers[0], attributes), f"{root}{target}")
+        else:
+            _attach(_overlay(birth, layers, used, None if read_only else f"upper.{number}"), f"{root}{target}")
+            used += len(layers)
     nosuid = kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV | kernel.MOUNT_ATTR_NOEXEC
     proc = _mount_point(root, "proc")
     _attach(kernel.new_mount("proc", [], nosuid), proc)

@@ -17,6 +17,7 @@ import encodings.latin_1
 import encodings.punycode
 import encodings.utf_8
 import errno
+import fcntl
 import gc
 import json
 import os
@@ -85,17 +86,20 @@ class UserNamespaces:
 
     def _make(self, root_uid: int) -> int:
         ready_read, ready_write = os.pipe2(os.O_CLOEXEC)
+        hold_read, hold_write = os.pipe2(os.O_CLOEXEC)
         pid = kernel.clone3(kernel.CLONE_NEWUSER)
         if pid == 0:
             try:
+                os.close(hold_write)
                 with open("/proc/sys/user/max_user_namespaces", "w") as file:
                     file.write("0")
                 os.write(ready_write, b"1")
-                signal.pause()
+                os.read(hold_read, 1)  # ends with the zygote, also when that is killed
             finally:
-                os._exit(1)
+                os._exit(0)
+        os.close(ready_write)
+        os.close(hold_read)
         try:
-            os.close(ready_write)
             if os.read(ready_read, 1) != b"1":
                 raise OSError("the user namespace could not be closed to further ones")
             for name in ("uid_map", "gid_map"):
@@ -104,7 +108,7 @@ class UserNamespaces:
             return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         finally:
             os.close(ready_read)
-            os.kill(pid, signal.SIGKILL)
+            os.close(hold_write)
             os.waitpid(pid, 0)
 
 
@@ -176,7 +180,10 @@ class Zygote:
                 return
 
     def _send(self, message: dict[str, Any]) -> None:
-        self._control.send(json.dumps(message).encode())
+        try:
+            self._control.send(json.dumps(message).encode())
+        except ConnectionError:
+            raise SystemExit(0) from None  # the service is gone; its next one has a zygote of its own
 
     def _request(self) -> bool:
         try:
@@ -346,6 +353,10 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     control = socket.socket(fileno=options["control_fd"])
     control.set_inheritable(False)
+    # An earlier zygote may still be at a request of a service that was killed: what it starts must be there to
+    # be seen when our service looks for leftovers.
+    lock_fd = os.open(f"{options['state_dir']}/zygote.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock_fd, fcntl.LOCK_EX)
     zygote = Zygote(options["state_dir"], options["instance"], control)
     try:
         zygote.prepare_mounts()
