@@ -12,7 +12,7 @@ import os
 import stat
 
 from orchard.env.agent import syscalls
-from orchard.env.agent.jobs import AgentError
+from orchard.env.agent.job import AgentError
 from orchard.env.agent.wire import CHUNK_BYTES
 
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte

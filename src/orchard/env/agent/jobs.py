@@ -9,195 +9,22 @@ import time
 from collections import deque
 
 from orchard.env.agent import accounts, spawn
-from orchard.env.agent.loop import READ, WRITE
-from orchard.env.agent.output import OutputWindow
+from orchard.env.agent.job import AgentError, Defaults, Job, JobSpec
+from orchard.env.agent.pipes import DRAIN_READS, Pipes
 
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any
 
     from orchard.env.agent.containment import Containment, JobGroup
-    from orchard.env.agent.loop import Loop, Timer
+    from orchard.env.agent.loop import Loop
 
-_READ_BYTES = 65536
 #: After SIGKILL a process can still hang in the kernel; the job ends this long after it all the same.
 _UNKILLABLE_S = 1.5
-#: Reads per stream after the exit: a background child that never stops writing must not hold the job.
-_DRAIN_READS = 64
+#: How often dying processes are looked at.
+_DYING_POLL_S = 0.005
 
 SIGNAL_NAMES = {s.value: s.name[3:] for s in signal.Signals}
-
-
-class AgentError(Exception):
-    """An answer of the kind `error`: a code of the service's error table and a text that says what to do."""
-
-    def __init__(self, code: str, detail: str, **extra: Any) -> None:
-        super().__init__(detail)
-        self.code = code
-        self.detail = detail
-        self.extra = extra
-
-
-class Defaults:
-    """What every command of this sandbox starts from."""
-
-    def __init__(self) -> None:
-        self.env: dict[str, str] = {}
-        self.working_dir = "/"
-        self.user = "root"
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"text expected, not {type(value).__name__}")
-    return value
-
-
-class JobSpec:
-    """One command as asked for; times in seconds, sizes in bytes. timeout_s None: no limit."""
-
-    __slots__ = (
-        "background", "command", "concurrent", "cwd", "env", "grace_s", "internal", "job_id", "login_shell",
-        "max_output_bytes", "stdin", "stdin_open", "timeout_s", "user",
-    )  # fmt: skip
-
-    def __init__(self, request: dict[str, Any], stdin: bytes) -> None:
-        """From the fields of an `exec` request; KeyError or TypeError where they are missing or of a wrong type."""
-        self.job_id: str = _text(request["job_id"])
-        command = request["command"]
-        if isinstance(command, list) and not command:
-            raise TypeError("command is an empty list")
-        self.command: str | list[str] = (
-            [_text(arg) for arg in command] if isinstance(command, list) else _text(command)
-        )
-        self.timeout_s = None if request.get("timeout_s") is None else float(request["timeout_s"])
-        self.grace_s = float(request.get("grace_s") or 0.0)
-        self.cwd: str | None = request.get("cwd")
-        self.env = {_text(name): _text(value) for name, value in (request.get("env") or {}).items()}
-        self.user: str | None = request.get("user")
-        self.login_shell = bool(request.get("login_shell"))
-        self.stdin = stdin
-        self.stdin_open = bool(request.get("stdin_open"))
-        self.max_output_bytes = int(request.get("max_output_bytes", 1 << 20))
-        self.background = bool(request.get("background"))
-        self.concurrent = bool(request.get("concurrent"))
-        self.internal = bool(request.get("internal"))
-
-    def same_as(self, other: JobSpec) -> bool:
-        return self.command == other.command and self.cwd == other.cwd and self.env == other.env
-
-
-class Job:
-    """One command and its state. `done` callbacks run once, when it has finished."""
-
-    __slots__ = (
-        "_done",
-        "cancelled",
-        "completed_at",
-        "created_at",
-        "duration_s",
-        "error",
-        "error_code",
-        "exit_code",
-        "fds",
-        "group",
-        "oom_before",
-        "oom_killed",
-        "pid",
-        "queue_s",
-        "queued_mono",
-        "signal_name",
-        "spec",
-        "started_at",
-        "started_mono",
-        "status",
-        "stderr",
-        "stdin_buffer",
-        "stdin_fd",
-        "stdin_waiters",
-        "stdout",
-        "stopping",
-        "timed_out",
-        "timers",
-    )  # fmt: skip
-
-    def __init__(self, spec: JobSpec) -> None:
-        self.spec = spec
-        self.status = "queued"
-        self.created_at = time.time()
-        self.queued_mono = time.monotonic()
-        self.started_at: float | None = None
-        self.started_mono = 0.0
-        self.completed_at: float | None = None
-        self.duration_s: float | None = None
-        self.queue_s: float | None = None
-        self.exit_code: int | None = None
-        self.signal_name: str | None = None
-        self.error: str | None = None
-        self.error_code: str | None = None
-        self.timed_out = False
-        self.cancelled: str | None = None
-        self.stopping = False
-        self.oom_killed = False
-        self.oom_before = 0
-        self.stdout = OutputWindow(spec.max_output_bytes)
-        self.stderr = OutputWindow(spec.max_output_bytes)
-        self.pid = 0
-        self.group: JobGroup | None = None
-        self.fds: dict[int, OutputWindow] = {}
-        self.stdin_fd = -1
-        self.stdin_buffer = bytearray(spec.stdin)
-        self.stdin_waiters: list[Callable[[], None]] = []
-        self.timers: list[Timer] = []
-        self._done: list[Callable[[Job], None]] = []
-
-    @property
-    def finished(self) -> bool:
-        return self.completed_at is not None
-
-    def when_done(self, callback: Callable[[Job], None]) -> None:
-        if self.finished:
-            callback(self)
-        else:
-            self._done.append(callback)
-
-    def forget_callback(self, callback: Callable[[Job], None]) -> None:
-        if callback in self._done:
-            self._done.remove(callback)
-
-    def fire_done(self) -> None:
-        callbacks, self._done = self._done, []
-        for callback in callbacks:
-            callback(self)
-
-    def record(self, with_output: bool = True) -> tuple[dict[str, Any], bytes]:
-        """The wire form: header and payload (stdout then stderr)."""
-        out = self.stdout.value() if with_output else b""
-        err = self.stderr.value() if with_output else b""
-        record = {
-            "job_id": self.spec.job_id,
-            "command": self.spec.command,
-            "status": self.status,
-            "exit_code": self.exit_code,
-            "signal": self.signal_name,
-            "created_at": self.created_at,
-            "started_at": self.started_at,
-            "completed_at": self.completed_at,
-            "duration_s": self.duration_s,
-            "queue_s": self.queue_s,
-            "timed_out": self.timed_out,
-            "oom_killed": self.oom_killed,
-            "error": self.error,
-            "error_code": self.error_code,
-            "stdout_bytes": self.stdout.total,
-            "stderr_bytes": self.stderr.total,
-            "stdout_truncated": self.stdout.truncated,
-            "stderr_truncated": self.stderr.truncated,
-            "stdout_size": len(out),
-            "stderr_size": len(err),
-        }
-        return record, out + err if err else out
 
 
 class JobTable:
@@ -218,6 +45,7 @@ class JobTable:
         retained_bytes: int = 32 << 20,
     ) -> None:
         self._loop = loop
+        self._pipes = Pipes(loop)
         self._containment = containment
         self.defaults = defaults
         self._null_fd = null_fd
@@ -228,6 +56,7 @@ class JobTable:
         self.jobs: dict[str, Job] = {}
         self._finished: deque[Job] = deque()
         self._by_pid: dict[int, Job] = {}
+        self._ended: deque[tuple[Job, int]] = deque()
         self._waiting: deque[Job] = deque()
         self._active: Job | None = None
         self._lingering: list[JobGroup] = []
@@ -303,7 +132,7 @@ class JobTable:
             done()
             return
         job.stdin_waiters.append(done)
-        self._pump_stdin(job)
+        self._pipes.pump_stdin(job)
 
     # ------------------------------------------------------------------------------------------ starting
 
@@ -386,14 +215,7 @@ class JobTable:
         job.group = group
         job.pid = pid
         self._by_pid[pid] = job
-        for fd, window in ((out_read, job.stdout), (err_read, job.stderr)):
-            os.set_blocking(fd, False)
-            job.fds[fd] = window
-            self._loop.watch(fd, READ, lambda _events, fd=fd: self._readable(job, fd))  # type: ignore[misc]
-        if stdin_write >= 0:
-            os.set_blocking(stdin_write, False)
-            job.stdin_fd = stdin_write
-            self._pump_stdin(job)
+        self._pipes.attach(job, out_read, err_read, stdin_write)
 
     def _start_failed(self, job: Job, error: Exception) -> None:
         """A program that is not there or not executable ends like in a shell: 127 or 126 and a line on stderr."""
@@ -418,65 +240,6 @@ class JobTable:
             if getattr(error, "number", getattr(error, "errno", None)) == errno.EAGAIN:
                 job.error += " (the sandbox is at its limit of processes)"
         self._complete(job, None)
-
-    # ------------------------------------------------------------------------------------------- running
-
-    def _readable(self, job: Job, fd: int, reads: int = 4) -> None:
-        window = job.fds[fd]
-        for _ in range(reads):
-            try:
-                data = os.read(fd, _READ_BYTES)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                self._close_output(job, fd)
-                return
-            # After the job's end its result is fixed; what a background child still writes is drained so that
-            # it never blocks, and dropped.
-            if not job.finished:
-                window.write(data)
-            if len(data) < _READ_BYTES:
-                return
-
-    def _close_output(self, job: Job, fd: int) -> None:
-        del job.fds[fd]
-        self._loop.unwatch(fd)
-        os.close(fd)
-
-    def _pump_stdin(self, job: Job) -> None:
-        buffer = job.stdin_buffer
-        try:
-            while buffer:
-                with memoryview(buffer) as view:
-                    sent = os.write(job.stdin_fd, view[:_READ_BYTES])
-                del buffer[:sent]
-        except BlockingIOError:
-            self._loop.watch(job.stdin_fd, WRITE, lambda _events: self._pump_stdin(job))
-            return
-        except OSError:
-            # The command closed its input: what it did not want is dropped, as in a shell pipeline.
-            buffer.clear()
-            self._close_stdin(job)
-            return
-        if job.spec.stdin_open:
-            self._loop.unwatch(job.stdin_fd)
-            self._release_stdin_waiters(job)
-        else:
-            self._close_stdin(job)
-
-    def _close_stdin(self, job: Job) -> None:
-        if job.stdin_fd >= 0:
-            self._loop.unwatch(job.stdin_fd)
-            os.close(job.stdin_fd)
-            job.stdin_fd = -1
-        self._release_stdin_waiters(job)
-
-    def _release_stdin_waiters(self, job: Job) -> None:
-        waiters, job.stdin_waiters = job.stdin_waiters, []
-        for waiter in waiters:
-            waiter()
 
     # ------------------------------------------------------------------------------------------ stopping
 
@@ -522,6 +285,18 @@ class JobTable:
 
     def reap(self) -> None:
         """Collect dead children: main processes of jobs, and orphans that came to the agent as pid 1."""
+        self._collect()
+        while self._ended:
+            job, code = self._ended.popleft()
+            if code < 0:
+                self._finish(job, 128 - code, SIGNAL_NAMES.get(-code, str(-code)))
+            else:
+                self._finish(job, code, None)
+        if self._lingering:
+            self._release_lingering()
+
+    def _collect(self) -> None:
+        """Wait for whatever has died; jobs whose main process was among it go to `_ended`, with exit code or -signal."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -531,13 +306,7 @@ class JobTable:
                 break
             job = self._by_pid.pop(pid, None)
             if job is not None:
-                code = os.waitstatus_to_exitcode(status)
-                if code < 0:
-                    self._finish(job, 128 - code, SIGNAL_NAMES.get(-code, str(-code)))
-                else:
-                    self._finish(job, code, None)
-        if self._lingering:
-            self._release_lingering()
+                self._ended.append((job, os.waitstatus_to_exitcode(status)))
 
     def _release_lingering(self) -> None:
         still = []
@@ -550,13 +319,30 @@ class JobTable:
 
     def _finish(self, job: Job, exit_code: int, signal_name: str | None) -> None:
         group = job.group
-        assert group is not None
+        if group is None:
+            return  # it was abandoned meanwhile
         if job.stopping:
-            # The command itself is gone; its children had the same grace and go now.
+            # The command itself is gone; its children had the same grace and go now. The answer waits until they
+            # are: who reads "timed out" may count on nothing of it running any more.
             group.kill()
+            now = time.monotonic()
+            job.gone_by = job.gone_by or now + _UNKILLABLE_S
+            if group.populated():
+                job.dying = True
+            elif job.dying:
+                # The group is left a moment before the dead can be collected: one more look.
+                job.dying = False
+            else:
+                now = job.gone_by
+            if now < job.gone_by:
+                self._loop.after(_DYING_POLL_S, lambda: self._finish(job, exit_code, signal_name))
+                return
+            self._collect()
+            if self._ended:
+                self._loop.after(0, self.reap)
         for fd in list(job.fds):
-            self._readable(job, fd, _DRAIN_READS)
-        self._close_stdin(job)
+            self._pipes.read(job, fd, DRAIN_READS)
+        self._pipes.close_stdin(job)
         job.signal_name = signal_name
         if exit_code == 128 + signal.SIGKILL or (exit_code != 0 and signal_name is None):
             job.oom_killed = self._containment.oom_kills() > job.oom_before

@@ -12,7 +12,8 @@ from collections import deque
 
 from orchard.env.agent import accounts
 from orchard.env.agent.files import Files
-from orchard.env.agent.jobs import AgentError, Defaults, Job, JobSpec, JobTable
+from orchard.env.agent.job import AgentError, Defaults, Job, JobSpec
+from orchard.env.agent.jobs import JobTable
 from orchard.env.agent.loop import READ, WRITE, Loop
 from orchard.env.agent.wire import CHUNK_BYTES, WIRE_VERSION, FrameReader, WireError, frame
 

@@ -39,6 +39,7 @@ class LocalHandle:
     deleting: bool = False
     exit_code: int | None = None
     exited: asyncio.Event | None = None
+    launch: int = 0
 
     @property
     def slot(self) -> int:
@@ -88,6 +89,7 @@ class LocalRuntime:
         self._handles: dict[str, LocalHandle] = {}
         self._starting: dict[str, _Starting] = {}
         self._slots = _Slots()
+        self._launches = 0
         self._zygote: asyncio.subprocess.Process | None = None
         self._control: socket.socket | None = None
         self._zygote_ready: asyncio.Future[None] | None = None
@@ -192,22 +194,22 @@ class LocalRuntime:
                     )
             return
         sandbox_id = message["sandbox_id"]
+        handle = self._handles.get(sandbox_id)
+        if handle is None or handle.launch != message["launch"]:
+            return  # a late word on an earlier sandbox of the same id
         starting = self._starting.get(sandbox_id)
         if event == "exit":
-            handle = self._handles.get(sandbox_id)
-            # A late word on an earlier sandbox of the same id is not about this one.
-            if handle is not None and handle.state.get("pid", message["pid"]) == message["pid"]:
-                handle.exit_code = message["code"]
-                if handle.exited is not None:
-                    handle.exited.set()
-            if starting is not None and not starting.failed.done():
-                starting.failed.set_result(
-                    {"detail": f"the agent exited with {message['code']} while starting"}
-                )
-        elif starting is not None and event == "forked" and not starting.forked.done():
-            self._handles[sandbox_id].state["pid"] = message["pid"]
-            starting.forked.set_result(message["pid"])
-        elif starting is not None and event == "failed" and not starting.failed.done():
+            handle.exit_code = message["code"]
+            if handle.exited is not None:
+                handle.exited.set()
+            message = {"detail": f"the agent exited with {message['code']} while starting"}
+        if starting is None:
+            return
+        if event == "forked":
+            handle.state["pid"] = message["pid"]
+            if not starting.forked.done():
+                starting.forked.set_result(message["pid"])
+        elif not starting.failed.done():
             starting.failed.set_result(message)
 
     def _zygote_lost(self) -> None:
@@ -239,6 +241,8 @@ class LocalRuntime:
         handle = LocalHandle(
             spec.sandbox_id, {"slot": slot, "network": not spec.block_network, "disk": spec.disk_bytes}
         )
+        self._launches += 1
+        handle.launch = self._launches
         self._handles[spec.sandbox_id] = handle
         loop = asyncio.get_running_loop()
         starting = _Starting(loop.create_future(), loop.create_future())
@@ -260,7 +264,7 @@ class LocalRuntime:
 
         async def abandon() -> None:
             if starting.asked and self._control is not None:
-                answers = {starting.forked, starting.failed}
+                answers: list[asyncio.Future[Any]] = [starting.forked, starting.failed]
                 await asyncio.wait(answers, timeout=_AGENT_START_S, return_when=asyncio.FIRST_COMPLETED)
             self._starting.pop(sandbox_id, None)
             await self._remove(sandbox_id)
@@ -281,7 +285,7 @@ class LocalRuntime:
     async def _launch(self, handle: LocalHandle, spec: SandboxSpec, image: ResolvedImage, starting: _Starting,
                       progress: Callable[[str], None]) -> None:  # fmt: skip
         launch = LaunchSpec(
-            sandbox_id=spec.sandbox_id, slot=handle.slot,
+            sandbox_id=spec.sandbox_id, launch=handle.launch, slot=handle.slot,
             layers=[str(layer) for layer in image.layers],
             mounts=[(mount.target, [str(layer) for layer in mount.layers], mount.read_only) for mount in image.mounts],
             image_ref=spec.image, image_digest=image.digest, cpu_cores=spec.cpu_cores,

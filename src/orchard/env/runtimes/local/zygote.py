@@ -121,7 +121,7 @@ class Zygote:
         self._cgroups = Cgroups.detect(instance)
         self._cgroups.prepare()
         self._userns = UserNamespaces()
-        self._children: dict[int, str] = {}
+        self._children: dict[int, LaunchSpec] = {}
         self._go_fds: dict[str, int] = {}
         self._seccomp = seccomp.build()
         self._null_fd = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
@@ -185,6 +185,13 @@ class Zygote:
         except ConnectionError:
             raise SystemExit(0) from None  # the service is gone; its next one has a zygote of its own
 
+    def _tell(self, event: str, spec: LaunchSpec, **facts: Any) -> None:
+        self._send({"event": event, "sandbox_id": spec.sandbox_id, "launch": spec.launch, **facts})
+
+    def _tell_failure(self, spec: LaunchSpec, error: BaseException) -> None:
+        detail = f"{type(error).__name__}: {error}"
+        self._tell("failed", spec, detail=detail, errno=getattr(error, "errno", None))
+
     def _request(self) -> bool:
         try:
             data = self._control.recv(_MAX_MESSAGE)
@@ -197,10 +204,9 @@ class Zygote:
             spec = LaunchSpec.from_wire(message["spec"])
             try:
                 pid = self._launch(spec)
-                self._send({"event": "forked", "sandbox_id": spec.sandbox_id, "pid": pid})
+                self._tell("forked", spec, pid=pid)
             except Exception as error:
-                self._send({"event": "failed", "sandbox_id": spec.sandbox_id, "detail": f"{type(error).__name__}: {error}",
-                            "errno": getattr(error, "errno", None)})  # fmt: skip
+                self._tell_failure(spec, error)
         elif message["op"] == "go":
             fd = self._go_fds.pop(message["sandbox_id"], -1)
             if fd >= 0:
@@ -216,13 +222,13 @@ class Zygote:
                 return
             if pid == 0:
                 return
-            sandbox_id = self._children.pop(pid, None)
-            if sandbox_id is not None:
-                fd = self._go_fds.pop(sandbox_id, -1)
+            spec = self._children.pop(pid, None)
+            if spec is not None:
+                fd = self._go_fds.pop(spec.sandbox_id, -1)
                 if fd >= 0:
                     os.close(fd)
                 code = os.waitstatus_to_exitcode(status)
-                self._send({"event": "exit", "sandbox_id": sandbox_id, "pid": pid, "code": code})
+                self._tell("exit", spec, code=code)
 
     # ------------------------------------------------------------------------------------------ launching
 
@@ -247,7 +253,7 @@ class Zygote:
             pid = kernel.clone3(_NAMESPACES, cgroup_fd)
             if pid == 0:
                 self._child(birth)
-            self._children[pid] = spec.sandbox_id
+            self._children[pid] = spec
             return pid
         finally:
             for fd in opened:
@@ -304,10 +310,8 @@ class Zygote:
             self._keep_only(birth)
             become_agent(birth)
         except BaseException as error:
-            detail = f"{type(error).__name__}: {error}"
             try:
-                self._send({"event": "failed", "sandbox_id": birth.spec.sandbox_id, "detail": detail,
-                            "errno": getattr(error, "errno", None)})  # fmt: skip
+                self._tell_failure(birth.spec, error)
             finally:
                 os._exit(70)
         os._exit(0)

@@ -1,0 +1,190 @@
+"""One command: what was asked for, and what became of it."""
+
+from __future__ import annotations
+
+import time
+
+from orchard.env.agent.output import OutputWindow
+
+TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from orchard.env.agent.containment import JobGroup
+    from orchard.env.agent.loop import Timer
+
+
+class AgentError(Exception):
+    """An answer of the kind `error`: a code of the service's error table and a text that says what to do."""
+
+    def __init__(self, code: str, detail: str, **extra: Any) -> None:
+        super().__init__(detail)
+        self.code = code
+        self.detail = detail
+        self.extra = extra
+
+
+class Defaults:
+    """What every command of this sandbox starts from."""
+
+    def __init__(self) -> None:
+        self.env: dict[str, str] = {}
+        self.working_dir = "/"
+        self.user = "root"
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"text expected, not {type(value).__name__}")
+    return value
+
+
+class JobSpec:
+    """One command as asked for; times in seconds, sizes in bytes. timeout_s None: no limit."""
+
+    __slots__ = (
+        "background", "command", "concurrent", "cwd", "env", "grace_s", "internal", "job_id", "login_shell",
+        "max_output_bytes", "stdin", "stdin_open", "timeout_s", "user",
+    )  # fmt: skip
+
+    def __init__(self, request: dict[str, Any], stdin: bytes) -> None:
+        """From the fields of an `exec` request; KeyError or TypeError where they are missing or of a wrong type."""
+        self.job_id: str = _text(request["job_id"])
+        command = request["command"]
+        if isinstance(command, list) and not command:
+            raise TypeError("command is an empty list")
+        self.command: str | list[str] = (
+            [_text(arg) for arg in command] if isinstance(command, list) else _text(command)
+        )
+        self.timeout_s = None if request.get("timeout_s") is None else float(request["timeout_s"])
+        self.grace_s = float(request.get("grace_s") or 0.0)
+        self.cwd: str | None = request.get("cwd")
+        self.env = {_text(name): _text(value) for name, value in (request.get("env") or {}).items()}
+        self.user: str | None = request.get("user")
+        self.login_shell = bool(request.get("login_shell"))
+        self.stdin = stdin
+        self.stdin_open = bool(request.get("stdin_open"))
+        self.max_output_bytes = int(request.get("max_output_bytes", 1 << 20))
+        self.background = bool(request.get("background"))
+        self.concurrent = bool(request.get("concurrent"))
+        self.internal = bool(request.get("internal"))
+
+    def same_as(self, other: JobSpec) -> bool:
+        return self.command == other.command and self.cwd == other.cwd and self.env == other.env
+
+
+class Job:
+    """One command and its state. `done` callbacks run once, when it has finished."""
+
+    __slots__ = (
+        "_done",
+        "cancelled",
+        "completed_at",
+        "created_at",
+        "duration_s",
+        "dying",
+        "error",
+        "error_code",
+        "exit_code",
+        "fds",
+        "gone_by",
+        "group",
+        "oom_before",
+        "oom_killed",
+        "pid",
+        "queue_s",
+        "queued_mono",
+        "signal_name",
+        "spec",
+        "started_at",
+        "started_mono",
+        "status",
+        "stderr",
+        "stdin_buffer",
+        "stdin_fd",
+        "stdin_waiters",
+        "stdout",
+        "stopping",
+        "timed_out",
+        "timers",
+    )  # fmt: skip
+
+    def __init__(self, spec: JobSpec) -> None:
+        self.spec = spec
+        self.status = "queued"
+        self.created_at = time.time()
+        self.queued_mono = time.monotonic()
+        self.started_at: float | None = None
+        self.started_mono = 0.0
+        self.completed_at: float | None = None
+        self.duration_s: float | None = None
+        self.queue_s: float | None = None
+        self.exit_code: int | None = None
+        self.signal_name: str | None = None
+        self.error: str | None = None
+        self.error_code: str | None = None
+        self.timed_out = False
+        self.cancelled: str | None = None
+        self.stopping = False
+        self.gone_by = 0.0
+        self.dying = False
+        self.oom_killed = False
+        self.oom_before = 0
+        self.stdout = OutputWindow(spec.max_output_bytes)
+        self.stderr = OutputWindow(spec.max_output_bytes)
+        self.pid = 0
+        self.group: JobGroup | None = None
+        self.fds: dict[int, OutputWindow] = {}
+        self.stdin_fd = -1
+        self.stdin_buffer = bytearray(spec.stdin)
+        self.stdin_waiters: list[Callable[[], None]] = []
+        self.timers: list[Timer] = []
+        self._done: list[Callable[[Job], None]] = []
+
+    @property
+    def finished(self) -> bool:
+        return self.completed_at is not None
+
+    def when_done(self, callback: Callable[[Job], None]) -> None:
+        if self.finished:
+            callback(self)
+        else:
+            self._done.append(callback)
+
+    def forget_callback(self, callback: Callable[[Job], None]) -> None:
+        if callback in self._done:
+            self._done.remove(callback)
+
+    def fire_done(self) -> None:
+        callbacks, self._done = self._done, []
+        for callback in callbacks:
+            callback(self)
+
+    def record(self, with_output: bool = True) -> tuple[dict[str, Any], bytes]:
+        """The wire form: header and payload (stdout then stderr)."""
+        out = self.stdout.value() if with_output else b""
+        err = self.stderr.value() if with_output else b""
+        record = {
+            "job_id": self.spec.job_id,
+            "command": self.spec.command,
+            "status": self.status,
+            "exit_code": self.exit_code,
+            "signal": self.signal_name,
+            "created_at": self.created_at,
+            "started_at": self.started_at,
+            "completed_at": self.completed_at,
+            "duration_s": self.duration_s,
+            "queue_s": self.queue_s,
+            "timed_out": self.timed_out,
+            "oom_killed": self.oom_killed,
+            "error": self.error,
+            "error_code": self.error_code,
+            "stdout_bytes": self.stdout.total,
+            "stderr_bytes": self.stderr.total,
+            "stdout_truncated": self.stdout.truncated,
+            "stderr_truncated": self.stderr.truncated,
+            "stdout_size": len(out),
+            "stderr_size": len(err),
+        }
+        return record, out + err if err else out

@@ -1,0 +1,91 @@
+"""The pipes of running commands: output is read into windows, input is written as the command takes it."""
+
+from __future__ import annotations
+
+import os
+
+from orchard.env.agent.loop import READ, WRITE
+
+TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
+if TYPE_CHECKING:
+    from orchard.env.agent.job import Job
+    from orchard.env.agent.loop import Loop
+
+_READ_BYTES = 65536
+#: Reads per stream after the exit: a background child that never stops writing must not hold the job.
+DRAIN_READS = 64
+
+
+class Pipes:
+    """Moves bytes between the loop and the jobs."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+
+    def attach(self, job: Job, stdout_fd: int, stderr_fd: int, stdin_fd: int) -> None:
+        """Take over the agent's ends of a started command's pipes; stdin_fd is -1 if it has no input."""
+        for fd, window in ((stdout_fd, job.stdout), (stderr_fd, job.stderr)):
+            os.set_blocking(fd, False)
+            job.fds[fd] = window
+            self._loop.watch(fd, READ, lambda _events, fd=fd: self.read(job, fd))  # type: ignore[misc]
+        if stdin_fd >= 0:
+            os.set_blocking(stdin_fd, False)
+            job.stdin_fd = stdin_fd
+            self.pump_stdin(job)
+
+    def read(self, job: Job, fd: int, reads: int = 4) -> None:
+        window = job.fds[fd]
+        for _ in range(reads):
+            try:
+                data = os.read(fd, _READ_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._close_output(job, fd)
+                return
+            # After the job's end its result is fixed; what a background child still writes is drained so that
+            # it never blocks, and dropped.
+            if not job.finished:
+                window.write(data)
+            if len(data) < _READ_BYTES:
+                return
+
+    def _close_output(self, job: Job, fd: int) -> None:
+        del job.fds[fd]
+        self._loop.unwatch(fd)
+        os.close(fd)
+
+    def pump_stdin(self, job: Job) -> None:
+        buffer = job.stdin_buffer
+        try:
+            while buffer:
+                with memoryview(buffer) as view:
+                    sent = os.write(job.stdin_fd, view[:_READ_BYTES])
+                del buffer[:sent]
+        except BlockingIOError:
+            self._loop.watch(job.stdin_fd, WRITE, lambda _events: self.pump_stdin(job))
+            return
+        except OSError:
+            # The command closed its input: what it did not want is dropped, as in a shell pipeline.
+            buffer.clear()
+            self.close_stdin(job)
+            return
+        if job.spec.stdin_open:
+            self._loop.unwatch(job.stdin_fd)
+            self._release_stdin_waiters(job)
+        else:
+            self.close_stdin(job)
+
+    def close_stdin(self, job: Job) -> None:
+        if job.stdin_fd >= 0:
+            self._loop.unwatch(job.stdin_fd)
+            os.close(job.stdin_fd)
+            job.stdin_fd = -1
+        self._release_stdin_waiters(job)
+
+    def _release_stdin_waiters(self, job: Job) -> None:
+        waiters, job.stdin_waiters = job.stdin_waiters, []
+        for waiter in waiters:
+            waiter()
