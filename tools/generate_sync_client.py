@@ -201,7 +201,14 @@ class Module:
             return [f"for each in self._portal.iterate({call}):", f"    yield {item}"]
         call = f"self._portal.call({call})"
         if node.name in ("close", "__aexit__") and self.name == "client":
-            return ["try:", f"    {call}", "finally:", "    self._portal.close()"]
+            return [
+                "if self._portal.closed:",
+                "    return",
+                "try:",
+                f"    {call}",
+                "finally:",
+                "    self._portal.close()",
+            ]
         if annotation(node.returns) == "None":
             return [call]
         return [f"return {self._wrap(node, call)}"]

@@ -21,7 +21,9 @@ _CHUNK_BYTES = 256 << 10
 
 
 def run(
-    image: Annotated[str, typer.Argument(help='"host", "dir:PATH" or the name of an image.')],
+    image: Annotated[
+        str, typer.Argument(metavar="IMAGE", help='"host", "dir:PATH" or the name of an image.')
+    ],
     command: options.CommandWords,
     timeout: options.Timeout = None,
     stdin: options.Stdin = False,

@@ -12,7 +12,7 @@ from orchard.cli import options
 from orchard.cli.output import age, note, print_json, print_table, size
 
 if TYPE_CHECKING:
-    from orchard.env.images import ImageRecord, ImageStore
+    from orchard.env.images import ImageStore
 
 app = typer.Typer(no_args_is_help=True, help="The images of this machine.")
 

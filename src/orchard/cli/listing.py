@@ -10,7 +10,7 @@ import typer
 from orchard.cli import options
 from orchard.cli.output import age, print_json, print_table
 
-_LIVE = ("pending", "ready", "paused")
+_EVERY_STATUS = ("pending", "ready", "paused", "failed", "deleted")
 
 
 def ps(
@@ -24,8 +24,8 @@ def ps(
 ) -> None:
     """List sandboxes."""
     with options.connect(base_url, api_key) as client:
-        found = client.list(labels=options.pairs(label, "--label"), status=status)
-        infos = [each.info for each in found if every or status or each.status in _LIVE]
+        wanted = _EVERY_STATUS if every else status
+        infos = [each.info for each in client.list(labels=options.pairs(label, "--label"), status=wanted)]
     if json:
         print_json([info.model_dump(mode="json") for info in infos])
     elif quiet:

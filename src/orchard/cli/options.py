@@ -22,7 +22,7 @@ StateDir = Annotated[
     Path | None, typer.Option("--state-dir", metavar="DIR", help="Where the service keeps its state.")
 ]
 LabelOption = Annotated[
-    list[str] | None, typer.Option("--label", "-l", metavar="NAME=VALUE", help="A label; may be repeated.")
+    list[str] | None, typer.Option("--label", metavar="NAME=VALUE", help="A label; may be repeated.")
 ]
 EnvOption = Annotated[
     list[str] | None,
@@ -45,12 +45,13 @@ Timeout = Annotated[
 WorkDir = Annotated[str | None, typer.Option("--workdir", "-w", metavar="DIR", help="Working directory.")]
 User = Annotated[str | None, typer.Option("--user", "-u", metavar="USER", help="User to run as.")]
 Shell = Annotated[
-    bool, typer.Option("--shell", "-s", help="CMD is one line for the sandbox's shell, not a program.")
+    bool, typer.Option("--shell", help="CMD is one line for the sandbox's shell, not a program.")
 ]
 LoginShell = Annotated[bool, typer.Option("--login", help="Like --shell, with the profile files read first.")]
 Stdin = Annotated[bool, typer.Option("--stdin", "-i", help="Pass this command's input on to CMD.")]
 CommandWords = Annotated[
-    list[str], typer.Argument(metavar="-- CMD...", help="The program and its arguments.", show_default=False)
+    list[str],
+    typer.Argument(metavar="CMD", help="The program and its arguments, after `--`.", show_default=False),
 ]
 
 

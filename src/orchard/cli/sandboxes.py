@@ -11,7 +11,9 @@ from orchard.cli.output import note, print_json
 
 
 def create(
-    image: Annotated[str, typer.Argument(help='"host", "dir:PATH" or the name of an image.')],
+    image: Annotated[
+        str, typer.Argument(metavar="IMAGE", help='"host", "dir:PATH" or the name of an image.')
+    ],
     sandbox_id: Annotated[str | None, typer.Option("--id", metavar="ID", help="Your own id.")] = None,
     label: options.LabelOption = None,
     cpu: options.Cpu = None,
@@ -71,15 +73,16 @@ def remove(
     removed: list[str] = []
     failures: dict[str, OrchardError] = {}
     with options.connect(base_url, api_key) as client:
-        if sandbox_ids:
-            for sandbox_id in sandbox_ids:
+        labels = options.pairs(label, "--label")
+        if labels:
+            removed = client.delete_all(labels)
+        else:
+            for sandbox_id in sandbox_ids or [each.sandbox_id for each in client.list()]:
                 try:
                     client.delete(sandbox_id)
                     removed.append(sandbox_id)
                 except OrchardError as error:
                     failures[sandbox_id] = error
-        else:
-            removed = client.delete_all(options.pairs(label, "--label"))
     for failure in failures.values():
         note(failure.detail)
     if json:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shutil
 import signal
-import sys
 import threading
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +20,7 @@ from orchard.cli import options
 _KNOWN_RUNTIMES = ("local", "docker", "kubernetes")
 _AVAILABLE_RUNTIMES = ("local",)
 _CLEANUP_TIMEOUT_S = 10.0
+_CLEANUP_ROUNDS = 5
 
 
 def serve(
@@ -103,24 +106,40 @@ def serve(
 def _end_with_stdin(api_key: str) -> None:
     """Delete all sandboxes and stop when the input ends: the program that started this one is gone or done.
 
-    The first line of the input is this service's URL.
+    What the input says until then is this service's URL.
     """
 
-    from orchard.env.contract import KEY_HEADER
-
     def watch() -> None:
-        url = sys.stdin.buffer.readline().decode().strip()
-        while sys.stdin.buffer.read(4096):
-            pass
+        # Not through sys.stdin: a thread blocked in its buffer would break the interpreter's shutdown.
+        text = b""
+        while chunk := os.read(0, 4096):
+            text += chunk
+        url = text.decode(errors="replace").strip()
         try:
             if url:
-                request = urllib.request.Request(
-                    f"{url}/sandboxes", method="DELETE", headers={KEY_HEADER: api_key}
-                )
-                urllib.request.urlopen(request, timeout=_CLEANUP_TIMEOUT_S).close()
-        except OSError as error:
+                _delete_everything(url, api_key)
+        except (OSError, ValueError) as error:
             typer.echo(f"orchard: sandboxes could not be deleted: {error}", err=True)
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="stdin", daemon=True).start()
+
+
+def _delete_everything(url: str, api_key: str) -> None:
+    """Without the SDK: importing it would make every `orchard run` end later."""
+    from orchard.env.contract import KEY_HEADER
+
+    def ask(method: str, path: str) -> bytes:
+        request = urllib.request.Request(url + path, method=method, headers={KEY_HEADER: api_key})
+        with urllib.request.urlopen(request, timeout=_CLEANUP_TIMEOUT_S) as response:
+            answer: bytes = response.read()
+            return answer
+
+    for _ in range(_CLEANUP_ROUNDS):
+        found = json.loads(ask("GET", "/sandboxes"))["sandboxes"]
+        if not found:
+            return
+        for each in found:
+            with contextlib.suppress(urllib.error.HTTPError):  # it ended by itself
+                ask("DELETE", f"/sandboxes/{each['sandbox_id']}")

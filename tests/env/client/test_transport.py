@@ -125,7 +125,8 @@ async def test_kill_on_disconnect_keeps_its_connection(
     async with AsyncSandboxClient(settings=replace(settings, wait_slice_s=0.05)) as client:
         sandbox = await client.create("host")
         service.barrier = 2
-        running = asyncio.ensure_future(sandbox.exec("sleep 60", on_disconnect="kill", job_id="one"))
+        command = sandbox.exec("sleep 60", on_disconnect="kill", job_id="one")
+        running = asyncio.ensure_future(asyncio.wait_for(command, 30))
         path = "/jobs/one"
         looked = asyncio.Event()
         still = reply(200, _running("one", sandbox.sandbox_id))
@@ -135,8 +136,8 @@ async def test_kill_on_disconnect_keeps_its_connection(
             loop.call_soon_threadsafe(looked.set)
             return await still(*args)
 
-        service.on("GET", path, still, still, third)
-        await looked.wait()
+        service.on("GET", path, still, still, third, *[still] * 10_000)
+        await asyncio.wait_for(looked.wait(), 30)
         # The first request is still open; the second command lets both end.
         assert not running.done()
         assert (await sandbox.exec("true")).ok

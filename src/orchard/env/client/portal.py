@@ -157,6 +157,11 @@ class Portal:
             if close is not None and not self._closed:
                 self.call(close())
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
     def close(self) -> None:
         """End the thread after what `at_close` registered has run. Repeating is fine."""
         with self._lock():

@@ -45,10 +45,12 @@ Query = Sequence[tuple[str, str]]
 
 
 class Repeat(Enum):
-    """Whether a request may be sent again when it is unknown if the first one arrived."""
+    """Whether a request may be sent again."""
 
     #: A repeat changes nothing: reads, deletions, and whatever carries an id that the client chose.
     SAFE = "safe"
+    #: The same, but after a lost connection the caller wants to ask first what became of it.
+    UNLESS_LOST = "unless_lost"
     #: A repeat could do it twice (input, signals, patches): only when it surely never arrived.
     UNSENT_ONLY = "unsent_only"
 
@@ -76,10 +78,17 @@ def path_of(*segments: str) -> str:
     return "".join("/" + quote(segment, safe="") for segment in segments)
 
 
+def wait_query(slice_s: float) -> Query:
+    """The query of a server-side wait; the service takes no time of zero."""
+    return [("timeout", f"{max(slice_s, 0.001):.3f}")]
+
+
 def build(model: type[Answer], **fields: Any) -> Answer:
     """A request model from keyword arguments; None means not given. Raises `InvalidRequest`."""
     try:
-        return model(**{name: value for name, value in fields.items() if value is not None})
+        given = {name: value for name, value in fields.items() if value is not None}
+        # The service is strict about JSON types; what leaves here has them, so callers need not be.
+        return model.model_validate(given, strict=False)
     except ValidationError as error:
         raise InvalidRequest(_readable(error)) from None
 
@@ -189,7 +198,7 @@ class Transport:
             except _Refused as refused:
                 error = refused.error
                 # An overloaded service has refused before doing anything: always safe.
-                harmless = repeat is Repeat.SAFE or isinstance(error, Overloaded)
+                harmless = repeat is not Repeat.UNSENT_ONLY or isinstance(error, Overloaded)
                 again = refused.status == 503 and error.retryable and harmless
             pause_s = backoff.pause_s(error.retry_after_s, first_contact=first_contact) if again else None
             if pause_s is None:

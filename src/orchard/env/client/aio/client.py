@@ -25,7 +25,6 @@ from orchard.env.contract import (
     Resources,
     SandboxInfo,
     SandboxList,
-    SandboxStatus,
     ServiceInfo,
 )
 from orchard.env.errors import NotFound, OrchardError, from_body
@@ -184,9 +183,9 @@ class AsyncSandboxClient:
 
     delete_sandbox = delete
 
-    async def delete_all(self, labels: Mapping[str, str] | None = None) -> SandboxIds:
-        """Delete all of your sandboxes that carry these labels (all of them, without labels); their ids."""
-        query = [("label", f"{name}={value}") for name, value in (labels or {}).items()]
+    async def delete_all(self, labels: Mapping[str, str]) -> SandboxIds:
+        """Delete all of your sandboxes that carry these labels (at least one); returns their ids."""
+        query = [("label", f"{name}={value}") for name, value in labels.items()]
         answer = await self._transport.call("DELETE", "/sandboxes", DeletedMany, query=query)
         for sandbox_id in answer.sandbox_ids:
             self._owned.discard(sandbox_id)
@@ -196,13 +195,17 @@ class AsyncSandboxClient:
         self,
         *,
         labels: Mapping[str, str] | None = None,
-        status: SandboxStatus | str | None = None,
+        status: str | Sequence[str] | None = None,
         page_size: int | None = None,
     ) -> AsyncIterator[AsyncSandbox]:
-        """Iterate over your sandboxes (an admin key: all), those with these labels and this status."""
+        """Iterate over your sandboxes (with an admin key: all).
+
+        labels: only those that carry them all. status: only those with one of these; default: the live ones.
+        """
         query = [("label", f"{name}={value}") for name, value in (labels or {}).items()]
         if status is not None:
-            query.append(("status", str(status)))
+            wanted = [status] if isinstance(status, str) else status
+            query += [("status", str(each)) for each in wanted]
         if page_size is not None:
             query.append(("limit", str(page_size)))
         cursor: str | None = None

@@ -174,6 +174,6 @@ class AsyncCommands:
         return AsyncCommandHandle(self._transport, job.sandbox_id, job_id, job)
 
     async def list(self) -> JobResults:
-        """The commands of this sandbox that the service remembers, oldest first."""
+        """The commands of this sandbox that the service remembers, without their output."""
         path = path_of("sandboxes", self._sandbox_id, "jobs")
         return (await self._transport.call("GET", path, JobResultList)).jobs

@@ -12,7 +12,7 @@ import time
 import uuid
 
 from orchard.env.client.results import JobResult
-from orchard.env.client.transport import FOREVER, Repeat, Transport, encode, path_of
+from orchard.env.client.transport import FOREVER, Repeat, Transport, encode, path_of, wait_query
 from orchard.env.contract import ExecRequest, JobQueued, OnDisconnect
 from orchard.env.errors import ConnectionFailed, JobNotFound, SandboxTimeout
 
@@ -49,7 +49,7 @@ async def run(transport: Transport, sandbox_id: str, request: ExecRequest) -> Jo
                 path,
                 JobResult,
                 body=body,
-                repeat=Repeat.UNSENT_ONLY,
+                repeat=Repeat.UNLESS_LOST,
                 silence_s=transport.settings.wait_slice_s,
             )
         except ConnectionFailed as error:
@@ -83,7 +83,7 @@ async def wait(transport: Transport, job_id: str, timeout_s: float | None = None
                 "GET",
                 path,
                 JobResult,
-                query=[("timeout", f"{slice_s:.3f}")],
+                query=wait_query(slice_s),
                 silence_s=slice_s + transport.settings.request_timeout_s,
             )
         except SandboxTimeout:

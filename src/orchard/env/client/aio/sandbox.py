@@ -15,7 +15,7 @@ from orchard.env.client.aio.commands import AsyncCommands, Command, exec_request
 from orchard.env.client.aio.files import AsyncFiles, FileEntries, LocalPath
 from orchard.env.client.exits import OwnedSandboxes
 from orchard.env.client.results import JobResult
-from orchard.env.client.transport import Repeat, Transport, build, encode, path_of
+from orchard.env.client.transport import Repeat, Transport, build, encode, path_of, wait_query
 from orchard.env.contract import (
     Deleted,
     FileWritten,
@@ -101,7 +101,7 @@ class AsyncSandbox:
                     "GET",
                     self._path("wait"),
                     SandboxInfo,
-                    query=[("timeout", f"{slice_s:.3f}")],
+                    query=wait_query(slice_s),
                     silence_s=slice_s + self._transport.settings.request_timeout_s,
                 )
             except SandboxTimeout:

@@ -13,7 +13,7 @@ from orchard.env.client.portal import Portal
 from orchard.env.client.results import JobResult
 from orchard.env.client.settings import ClientSettings
 from orchard.env.client.sync.sandbox import Sandbox
-from orchard.env.contract import CreateSandbox, Health, Resources, SandboxStatus, ServiceInfo
+from orchard.env.contract import CreateSandbox, Health, Resources, ServiceInfo
 from orchard.env.errors import OrchardError
 
 SandboxIds: TypeAlias = list[str]
@@ -133,18 +133,21 @@ class SandboxClient:
 
     delete_sandbox = delete
 
-    def delete_all(self, labels: Mapping[str, str] | None = None) -> SandboxIds:
-        """Delete all of your sandboxes that carry these labels (all of them, without labels); their ids."""
+    def delete_all(self, labels: Mapping[str, str]) -> SandboxIds:
+        """Delete all of your sandboxes that carry these labels (at least one); returns their ids."""
         return self._portal.call(self._async.delete_all(labels))
 
     def list(
         self,
         *,
         labels: Mapping[str, str] | None = None,
-        status: SandboxStatus | str | None = None,
+        status: str | Sequence[str] | None = None,
         page_size: int | None = None,
     ) -> Iterator[Sandbox]:
-        """Iterate over your sandboxes (an admin key: all), those with these labels and this status."""
+        """Iterate over your sandboxes (with an admin key: all).
+
+        labels: only those that carry them all. status: only those with one of these; default: the live ones.
+        """
         for each in self._portal.iterate(self._async.list(labels=labels, status=status, page_size=page_size)):
             yield Sandbox(self._portal, each)
 
@@ -170,6 +173,8 @@ class SandboxClient:
 
     def close(self) -> None:
         """Close the connections; with `cleanup=True`, first delete the sandboxes this client created."""
+        if self._portal.closed:
+            return
         try:
             self._portal.call(self._async.close())
         finally:
@@ -181,6 +186,8 @@ class SandboxClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._portal.closed:
+            return
         try:
             self._portal.call(self._async.__aexit__(kind, error, trace))
         finally:

@@ -140,5 +140,5 @@ class Commands:
         return CommandHandle(self._portal, self._portal.call(self._async.attach(job_id)))
 
     def list(self) -> JobResults:
-        """The commands of this sandbox that the service remembers, oldest first."""
+        """The commands of this sandbox that the service remembers, without their output."""
         return self._portal.call(self._async.list())
