@@ -344,7 +344,8 @@ class JobTable:
             self._pipes.read(job, fd, DRAIN_READS)
         self._pipes.close_stdin(job)
         job.signal_name = signal_name
-        if exit_code == 128 + signal.SIGKILL or (exit_code != 0 and signal_name is None):
+        # The limit is the whole sandbox's: beside other running commands only a failure is put down to it.
+        if exit_code != 0 or not self._by_pid:
             job.oom_killed = self._containment.oom_kills() > job.oom_before
         job.group = None
         if group.populated():

@@ -142,18 +142,24 @@ def pivot_root_here() -> None:
     os.chdir("/")
 
 
-def limit_bounding_set(keep: frozenset[str]) -> None:
-    """Whatever this process or its children execute gets at most `keep` (names without CAP_)."""
+def last_capability() -> int:
+    """The highest capability number that this kernel knows."""
     with open("/proc/sys/kernel/cap_last_cap") as file:
-        last = int(file.read())
+        return int(file.read())
+
+
+def limit_capabilities(keep: frozenset[str], last: int) -> None:
+    """This process, and whatever it will execute, has at most `keep` (names without CAP_).
+
+    To be called after entering a user namespace, which fills all sets anew; the agent executes nothing itself,
+    so dropping from its bounding set leaves its own capabilities alone. last: `last_capability()`.
+    """
+    mask = 0
     for number in range(last + 1):
-        if number >= len(CAP_NAMES) or CAP_NAMES[number] not in keep:
+        if number < len(CAP_NAMES) and CAP_NAMES[number] in keep:
+            mask |= 1 << number
+        else:
             syscalls.prctl(syscalls.PR_CAPBSET_DROP, number)
-
-
-def limit_capabilities(keep: frozenset[str]) -> None:
-    """This process keeps `keep` and nothing else."""
-    mask = sum(1 << number for number, name in enumerate(CAP_NAMES) if name in keep)
     low, high = mask & 0xFFFFFFFF, mask >> 32
     header = struct.pack("<II", 0x20080522, 0)
     data = struct.pack("<6I", low, low, 0, high, high, 0)

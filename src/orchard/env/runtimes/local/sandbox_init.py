@@ -42,7 +42,7 @@ class Birth:
 
     def __init__(
         self, *, spec: LaunchSpec, home: str, scratch: str, userns_fd: int, listener_fd: int, null_fd: int,
-        token_fd: int, log_fd: int, containment: CgroupContainment, seccomp: bytes, control_fd: int, go_fd: int = -1,
+        token_fd: int, log_fd: int, containment: CgroupContainment, seccomp: bytes, last_capability: int, control_fd: int, go_fd: int = -1,
     ) -> None:  # fmt: skip
         self.spec = spec
         self.scratch = scratch
@@ -55,6 +55,7 @@ class Birth:
         self.log_fd = log_fd
         self.containment = containment
         self.seccomp = seccomp
+        self.last_capability = last_capability
         self.control_fd = control_fd
         self.go_fd = go_fd
 
@@ -130,7 +131,9 @@ def build_tree(birth: Birth) -> None:
             attributes = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NODEV
             _attach(_shifted(birth, layers[0], attributes), f"{root}{target}")
         else:
-            _attach(_overlay(birth, layers, used, None if read_only else f"upper.{number}"), f"{root}{target}")
+            _attach(
+                _overlay(birth, layers, used, None if read_only else f"upper.{number}"), f"{root}{target}"
+            )
             used += len(layers)
     nosuid = kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV | kernel.MOUNT_ATTR_NOEXEC
     proc = _mount_point(root, "proc")
@@ -151,7 +154,7 @@ def build_tree(birth: Birth) -> None:
     _attach(
         kernel.new_mount("devpts", pts, kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NOEXEC), f"{target}/pts"
     )
-    size = min(_SHM_BYTES, spec.memory_bytes or _SHM_BYTES)
+    size = _SHM_BYTES if spec.memory_bytes is None else min(_SHM_BYTES, spec.memory_bytes // 2)
     shm: list[tuple[str, str | None]] = [
         ("size", str(size)),
         ("mode", "1777"),
@@ -257,7 +260,7 @@ def become_agent(birth: Birth) -> None:
     os.umask(0o022)
     os.setsid()
     _etc_files(spec)
-    kernel.limit_capabilities(KEPT_CAPABILITIES)
+    kernel.limit_capabilities(KEPT_CAPABILITIES, birth.last_capability)
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
     kernel.install_seccomp(birth.seccomp)

@@ -28,10 +28,10 @@ import stat
 import sys
 
 from orchard.env.agent import containment, server
-from orchard.env.agent.syscalls import close_range
+from orchard.env.agent.syscalls import PR_SET_NAME, close_range, prctl
 from orchard.env.runtimes.local import kernel, seccomp
 from orchard.env.runtimes.local.cgroups import Cgroups
-from orchard.env.runtimes.local.sandbox_init import KEPT_CAPABILITIES, Birth, become_agent
+from orchard.env.runtimes.local.sandbox_init import Birth, become_agent
 from orchard.env.runtimes.local.spec import UIDS_PER_SANDBOX, LaunchSpec, base_uid
 
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
@@ -124,6 +124,7 @@ class Zygote:
         self._children: dict[int, LaunchSpec] = {}
         self._go_fds: dict[str, int] = {}
         self._seccomp = seccomp.build()
+        self._last_capability = kernel.last_capability()
         self._null_fd = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         self._scratch = f"{state_dir}/mnt"
         self._home_fds = [
@@ -290,7 +291,7 @@ class Zygote:
             listener_fd=listener_fd, null_fd=self._null_fd, control_fd=self._control.fileno(),
             token_fd=opening(f"{home}/token", os.O_WRONLY | os.O_CREAT | os.O_EXCL),
             log_fd=opening(f"{home}/agent.log", os.O_RDWR | os.O_CREAT | os.O_APPEND),
-            containment=held, seccomp=self._seccomp,
+            containment=held, seccomp=self._seccomp, last_capability=self._last_capability,
         )  # fmt: skip
 
     def _bind(self, listener_fd: int, home: str) -> None:
@@ -349,6 +350,7 @@ def hide_command_line(title: bytes) -> None:
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     start, end = int(fields[45]), int(fields[46])
+    prctl(PR_SET_NAME, title)
     ctypes.memset(start, 0, end - start)
     ctypes.memmove(start, title[: end - start - 1], min(len(title), end - start - 1))
 
@@ -373,6 +375,4 @@ def main() -> None:
         return
     hide_command_line(b"orchard-agent")
     close_imports()
-    # The zygote executes nothing, so this binds only what the agents will execute.
-    kernel.limit_bounding_set(KEPT_CAPABILITIES)
     zygote.serve()
