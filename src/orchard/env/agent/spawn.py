@@ -137,7 +137,10 @@ def spawn(
             raise SpawnError(error.errno or errno.EAGAIN, "fork", os.fsdecode(command.argv[0])) from None
         finally:
             os.close(err_write)
-        report = os.read(err_read, 4096)
+        # A copying fork runs beside us and writes its report in pieces: read to the end.
+        report = b""
+        while piece := os.read(err_read, 4096):
+            report += piece
     finally:
         os.close(err_read)
         if command.late_stderr:

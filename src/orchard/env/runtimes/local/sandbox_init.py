@@ -27,6 +27,8 @@ KEPT_CAPABILITIES = frozenset((
     "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP", "NET_BIND_SERVICE",
     "SYS_CHROOT", "SETFCAP",
 ))  # fmt: skip
+#: nosuid changes nothing that no_new_privs would not, but lets programs with file capabilities run, without them.
+_IMAGE_ATTRIBUTES = kernel.MOUNT_ATTR_NODEV | kernel.MOUNT_ATTR_NOSUID
 _SHM_BYTES = 1 << 30
 _DISK_INODES_PER_MIB = 64
 _SIOCSIFFLAGS, _SIOCSIFADDR, _SIOCSIFNETMASK, _SIOCADDRT = 0x8914, 0x8916, 0x891C, 0x890B
@@ -42,7 +44,8 @@ class Birth:
 
     def __init__(
         self, *, spec: LaunchSpec, home: str, scratch: str, userns_fd: int, listener_fd: int, null_fd: int,
-        token_fd: int, log_fd: int, containment: CgroupContainment, seccomp: bytes, last_capability: int, control_fd: int, go_fd: int = -1,
+        token_fd: int, log_fd: int, containment: CgroupContainment, seccomp: bytes, last_capability: int,
+        control_fd: int, go_fd: int = -1,
     ) -> None:  # fmt: skip
         self.spec = spec
         self.scratch = scratch
@@ -74,7 +77,7 @@ def _overlay(birth: Birth, layers: list[str], first_layer: int, upper_name: str 
         _attach(_shifted(birth, layer), f"{birth.scratch}/l{number}")
         options.append(("lowerdir+", f"{birth.scratch_link}/l{number}"))
     if upper_name is None:
-        return kernel.new_mount("overlay", options, kernel.MOUNT_ATTR_NODEV | kernel.MOUNT_ATTR_RDONLY)
+        return kernel.new_mount("overlay", options, _IMAGE_ATTRIBUTES | kernel.MOUNT_ATTR_RDONLY)
     spec = birth.spec
     upper_home = f"{birth.scratch_link}/disk" if spec.disk_bytes is not None else birth.home_link
     upper, work = f"{upper_home}/{upper_name}", f"{upper_home}/{upper_name}.work"
@@ -85,7 +88,7 @@ def _overlay(birth: Birth, layers: list[str], first_layer: int, upper_name: str 
     os.chown(upper, spec.base_uid + info.st_uid % 65536, spec.base_uid + info.st_gid % 65536)
     # volatile: no sync of the whole disk when a sandbox ends; its files end with it anyway.
     options += [("upperdir", upper), ("workdir", work), ("volatile", None)]
-    return kernel.new_mount("overlay", options, kernel.MOUNT_ATTR_NODEV)
+    return kernel.new_mount("overlay", options, _IMAGE_ATTRIBUTES)
 
 
 def _disk(birth: Birth, size_bytes: int) -> None:
@@ -128,7 +131,7 @@ def build_tree(birth: Birth) -> None:
     used = len(spec.layers)
     for number, (target, layers, read_only) in enumerate(spec.mounts):
         if read_only and len(layers) == 1:
-            attributes = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NODEV
+            attributes = _IMAGE_ATTRIBUTES | kernel.MOUNT_ATTR_RDONLY
             _attach(_shifted(birth, layers[0], attributes), f"{root}{target}")
         else:
             _attach(
