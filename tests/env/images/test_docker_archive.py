@@ -145,6 +145,21 @@ def test_files_under_a_linked_directory_land_behind_the_link(add: Import, files:
     assert (files("merged") / "lib").is_symlink()
 
 
+@pytest.mark.parametrize(
+    "target", ["/usr/lib", "../usr/lib", "../../../usr/lib", "/../usr/./lib/", "../usr/bin/../lib"]
+)
+def test_links_are_followed_from_where_they_stand_with_the_image_as_ceiling(
+    add: Import, files: Files, target: str
+) -> None:
+    add(
+        docker_archive(
+            tar(directory("usr/lib"), directory("usr/bin"), symlink("d/l", target), file("d/l/x"))
+        ),
+        "linked",
+    )
+    assert {path for path in tree(files("linked")) if path.endswith("x")} == {"usr/lib/x"}
+
+
 def test_modes_links_fifos_and_times_are_kept(add: Import, files: Files) -> None:
     add(
         docker_archive(

@@ -18,7 +18,7 @@ from orchard.env.images.streams import DAMAGE, Slice, compression_of, decompress
 
 _CHUNK = 1 << 20
 #: No image archive has more files than this; a root file system has.
-_MAX_FILES = 20_000
+_MAX_FILES = 5_000
 
 
 class Bundle(Protocol):

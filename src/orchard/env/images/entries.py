@@ -165,15 +165,16 @@ def _kind(member: tarfile.TarInfo) -> EntryKind:
 
 
 def _bytes(text: str) -> bytes:
-    raw = text.encode("utf-8", "surrogateescape")
-    if b"\0" in raw:
+    if "\0" in text:
         raise ValueError(f"the name {text!r} contains a NUL byte")
-    return raw
+    return text.encode("utf-8", "surrogateescape")
 
 
 def _mtime_ns(member: tarfile.TarInfo) -> int:
     # tarfile keeps the pax time as a float, which loses the nanoseconds.
     text = member.pax_headers.get("mtime")
+    if text is None and isinstance(member.mtime, int) and 0 <= member.mtime <= _TIMES_S[1]:
+        return member.mtime * 1_000_000_000
     try:
         seconds = Decimal(text) if text is not None else Decimal(int(member.mtime))
         if not seconds.is_finite():
@@ -221,6 +222,6 @@ def components(name: bytes, depth: int) -> tuple[bytes, ...]:
         raise ImageInvalid(
             f"The archive names {os.fsdecode(name)!r}: `..` leads outside; it is broken or hostile."
         )
-    if len(parts) > depth or len(name) > 4095 or any(len(part) > 255 for part in parts):
+    if len(parts) > depth or len(name) > 4095 or max(map(len, parts), default=0) > 255:
         raise ImageInvalid(f"The archive holds a name that is too long: {os.fsdecode(name[:80])!r}…")
     return parts

@@ -120,20 +120,6 @@ class _Decoded:
                 return out
 
 
-class _Buffered:
-    """Exact reads over a source that may give less than asked for."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    def read(self, size: int = -1, /) -> bytes:
-        parts: list[bytes] = []
-        while size > 0 and (data := self._source.read(min(size, _CHUNK))):
-            parts.append(data)
-            size -= len(data)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
 _MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"\x1f\x8b", "gzip"),
     (b"BZh", "bzip2"),
@@ -164,7 +150,9 @@ class _Rejoined:
 
 def decompressed(source: Source) -> Source:
     """`source` decoded by what its first bytes say, or as it is. Raises ImageInvalid where no decoder exists."""
-    head = _Buffered(source).read(6)
+    head = b""
+    while len(head) < 6 and (data := source.read(6 - len(head))):
+        head += data
     whole = _Rejoined(head, source)
     match compression_of(head):
         case "gzip":
@@ -234,8 +222,10 @@ class ForwardReader:
     """
 
     def __init__(self, source: Source, *, limit: int) -> None:
-        self._source = _Buffered(source)
+        self._source = source
         self._skip = source.skip if isinstance(source, Slice) else None
+        self._ahead = b""  # read from the source, from `_used` on not yet given out
+        self._used = 0
         self._at = 0
         self._limit = limit
         self._granted = 0
@@ -248,10 +238,14 @@ class ForwardReader:
     def seek(self, offset: int, whence: int = 0) -> int:
         if whence != 0 or offset < self._at:
             raise ValueError("the tar archive points backwards")
-        if self._skip is not None:
-            self._count(self._skip(offset - self._at))
         while self._at < offset:
-            if not self._take(min(offset - self._at, _CHUNK)):
+            wanted = offset - self._at
+            if self._skip is not None and self._used == len(self._ahead):
+                done = self._skip(wanted)
+                self._count(done)
+            else:
+                done = len(self._some(wanted))
+            if not done:
                 raise EOFError("unexpected end of data")
         return self._at
 
@@ -259,8 +253,16 @@ class ForwardReader:
         if size < 0 or (self._metered and size > self._granted):
             raise ValueError("a tar header is larger than any real one")
         self._granted -= size
-        self.last = self._take(size)
-        return self.last
+        data = self._some(size)
+        if len(data) < size and data:
+            parts = [data]
+            left = size - len(data)
+            while left and (data := self._some(left)):
+                parts.append(data)
+                left -= len(data)
+            data = b"".join(parts)
+        self.last = data
+        return data
 
     def allow_header(self, size: int) -> None:
         """The next reads are for headers, of `size` bytes together at most."""
@@ -271,8 +273,12 @@ class ForwardReader:
         """The next reads are for an entry's content, whose reader keeps to its size."""
         self._metered = False
 
-    def _take(self, size: int) -> bytes:
-        data = self._source.read(size)
+    def _some(self, size: int) -> bytes:
+        """At least one and up to `size` bytes; none at the end."""
+        if self._used == len(self._ahead):
+            self._ahead, self._used = self._source.read(_CHUNK), 0
+        data = self._ahead[self._used : self._used + size]
+        self._used += len(data)
         self._count(len(data))
         return data
 

@@ -105,7 +105,7 @@ class TreeWriter:
         parent, name = parts[:-1], parts[-1]
         if name == _OPAQUE:
             self._hide_all(parent)
-        elif any(part.startswith(_AUFS) for part in parts):
+        elif _AUFS in entry.name and any(part.startswith(_AUFS) for part in parts):
             self.notes["files of aufs bookkeeping left out"] += 1
         elif name.startswith(_WHITEOUT):
             self._hide(parent, name.removeprefix(_WHITEOUT))
@@ -118,8 +118,12 @@ class TreeWriter:
             self._hard_link(parent, name, components(entry.link, self._limits.depth))
         else:
             self._walker.enter(parent, create=True)
-            self._clear(name, whole=True)
-            self._create(name, entry, content)
+            self._refuse_over_mount((*self._walker.path, name))
+            try:
+                self._create(name, entry, content)
+            except FileExistsError:
+                remove_entry(self._walker.here.fd, name)
+                self._create(name, entry, content)
             self._touch(name)
         if self._walker.made > self._limits.directories:
             raise TooLarge(f"The image has more than the allowed {self._limits.directories} directories.")
@@ -134,7 +138,7 @@ class TreeWriter:
         own = stat_at(walker.here.fd, name)
         if own is None or not stat.S_ISDIR(own.st_mode):
             if own is not None:
-                self._clear(name, whole=False)
+                remove_entry(walker.here.fd, name)
             os.mkdir(name, 0o700, dir_fd=walker.here.fd)
             walker.made += 1
             if own is not None and walker.base_shows(name, directory=True):
@@ -179,11 +183,11 @@ class TreeWriter:
         os.utime(name, ns=(entry.mtime_ns,) * 2, dir_fd=fd, follow_symlinks=False)
 
     def _file(self, parent_fd: int, name: bytes, entry: Entry, content: Content) -> None:
-        self._bytes += entry.size
-        if self._bytes > self._limits.unpacked_bytes:
-            raise TooLarge(f"The image's files exceed the allowed {self._limits.unpacked_bytes} bytes.")
         fd = os.open(name, _NEW_FILE, 0o600, dir_fd=parent_fd)
         try:
+            self._bytes += entry.size
+            if self._bytes > self._limits.unpacked_bytes:
+                raise TooLarge(f"The image's files exceed the allowed {self._limits.unpacked_bytes} bytes.")
             for offset, data in content():
                 _write_at(fd, data, offset)
             if entry.segments is not None:
@@ -203,7 +207,8 @@ class TreeWriter:
             own = stat_at(walker.here.fd, name)
             there = os.stat(target[-1], dir_fd=source, follow_symlinks=False)
             if own is None or (own.st_dev, own.st_ino) != (there.st_dev, there.st_ino):
-                self._clear(name, whole=True)
+                self._refuse_over_mount((*walker.path, name))
+                remove_entry(walker.here.fd, name)
                 os.link(target[-1], name, src_dir_fd=source, dst_dir_fd=walker.here.fd, follow_symlinks=False)
             self._touch(name)
         finally:
@@ -314,12 +319,6 @@ class TreeWriter:
                     os.close(inner)
 
     # -- helpers -------------------------------------------------------------------------------------------
-
-    def _clear(self, name: bytes, *, whole: bool) -> None:
-        """Make room for an entry here. whole: it is no directory, so a mount point cannot become it."""
-        if whole:
-            self._refuse_over_mount((*self._walker.path, name))
-        remove_entry(self._walker.here.fd, name)
 
     def _refuse_over_mount(self, path: Path) -> None:
         if self._walker.covers_mount(path):
