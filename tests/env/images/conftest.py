@@ -12,6 +12,41 @@ from orchard.env.images import ImageRecord, ImageStore
 
 Import = Callable[..., ImageRecord]
 
+#: The files of a machine: programs, accounts, secrets.
+_MACHINE = {
+    "usr/bin/tool": "#!/bin/sh\n",
+    "usr/lib/libx.so": "x",
+    "usr/lib/os-release": "ID=made\n",
+    "usr/local/etc/service.conf": "password = x\n",
+    "usr/share/private/key": "x",
+    "usr/share/doc/readme": "x",
+    "etc/passwd": (
+        "root:x:0:0:The Admin:/root:/bin/bash\ndaemon:x:1:1:d:/usr/sbin:/usr/sbin/nologin\n"
+        "mail:x:8:8:mail:/var/mail:/usr/sbin/nologin\npostgres:x:112:120::/var/lib/postgresql:/bin/bash\n"
+        "alice:x:1000:1000:Alice A.:/home/alice:/bin/zsh\n"
+    ),
+    "etc/group": "root:x:0:\ndaemon:x:1:alice\nusers:x:100:alice\npostgres:x:120:\nalice:x:1000:\n",
+    "etc/shadow": "root:$6$hash:1::::::\n",
+    "etc/hosts": "10.0.0.7 database.internal\n",
+    "etc/nsswitch.conf": "passwd: files ldap\n",
+    "etc/services": "http 80/tcp\n",
+    "etc/profile": "PATH=/usr/bin\n",
+    "etc/profile.d/lang.sh": "export LANG=C\n",
+    "etc/profile.d/deploy.sh": "export DEPLOY_TOKEN=abc\n",
+    "etc/profile.d/proxy.sh": "export https_proxy=http://me:pw@proxy:3128\n",
+    "etc/ssl/openssl.cnf": "# input_password = secret\n[req]\n",
+    "etc/ssl/certs/ca.pem": "-----BEGIN CERTIFICATE-----\n",
+    "etc/ssl/certs/server.pem": "-----BEGIN RSA PRIVATE KEY-----\n",
+    "etc/ssl/private/server.key": "x",
+    "etc/myservice/config": "token",
+    "etc/skel/.bashrc": "alias ll='ls -l'\n",
+    "etc/skel/.netrc": "machine x login y password z\n",
+    "home/alice/.ssh/id": "x",
+    "root/.bashrc": "x",
+    "opt/service/data": "x",
+    "var/lib/service/data": "x",
+}
+
 
 @pytest.fixture
 def state(tmp_path: Path) -> Path:
@@ -22,40 +57,7 @@ def state(tmp_path: Path) -> Path:
 def machine(tmp_path: Path) -> Path:
     """The root of a machine with merged /usr, some programs, accounts and secrets."""
     root = tmp_path / "machine"
-    files = {
-        "usr/bin/tool": "#!/bin/sh\n",
-        "usr/lib/libx.so": "x",
-        "usr/lib/os-release": "ID=made\n",
-        "usr/local/etc/service.conf": "password = x\n",
-        "usr/share/private/key": "x",
-        "usr/share/doc/readme": "x",
-        "etc/passwd": (
-            "root:x:0:0:The Admin:/root:/bin/bash\ndaemon:x:1:1:d:/usr/sbin:/usr/sbin/nologin\n"
-            "mail:x:8:8:mail:/var/mail:/usr/sbin/nologin\npostgres:x:112:120::/var/lib/postgresql:/bin/bash\n"
-            "alice:x:1000:1000:Alice A.:/home/alice:/bin/zsh\n"
-        ),
-        "etc/group": "root:x:0:\ndaemon:x:1:alice\nusers:x:100:alice\npostgres:x:120:\nalice:x:1000:\n",
-        "etc/shadow": "root:$6$hash:1::::::\n",
-        "etc/hosts": "10.0.0.7 database.internal\n",
-        "etc/nsswitch.conf": "passwd: files ldap\n",
-        "etc/services": "http 80/tcp\n",
-        "etc/profile": "PATH=/usr/bin\n",
-        "etc/profile.d/lang.sh": "export LANG=C\n",
-        "etc/profile.d/deploy.sh": "export DEPLOY_TOKEN=abc\n",
-        "etc/profile.d/proxy.sh": "export https_proxy=http://me:pw@proxy:3128\n",
-        "etc/ssl/openssl.cnf": "# input_password = secret\n[req]\n",
-        "etc/ssl/certs/ca.pem": "-----BEGIN CERTIFICATE-----\n",
-        "etc/ssl/certs/server.pem": "-----BEGIN RSA PRIVATE KEY-----\n",
-        "etc/ssl/private/server.key": "x",
-        "etc/myservice/config": "token",
-        "etc/skel/.bashrc": "alias ll='ls -l'\n",
-        "etc/skel/.netrc": "machine x login y password z\n",
-        "home/alice/.ssh/id": "x",
-        "root/.bashrc": "x",
-        "opt/service/data": "x",
-        "var/lib/service/data": "x",
-    }
-    for name, text in files.items():
+    for name, text in _MACHINE.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     for name in ("bin", "lib"):

@@ -21,10 +21,12 @@ from orchard.env.errors import (
     ImageNotFound,
     InvalidRequest,
     PathInvalid,
+    RuntimeRefused,
     TooLarge,
 )
 from orchard.env.images import ImageRecord, ImageStore
 from orchard.env.images.limits import ImportLimits
+from tests.env.images import overlay
 from tests.env.images.archives import directory, docker_archive, file, symlink, tar
 from tests.env.images.conftest import Import
 
@@ -255,6 +257,33 @@ def test_sandboxes_of_a_service_that_borrows_the_store_count(
 def test_nobody_else_may_look_into_the_store(store: ImageStore, state: Path) -> None:
     store.list()
     assert stat.S_IMODE((state / "images").stat().st_mode) == 0o700
+
+
+def test_a_store_that_cannot_be_made_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RuntimeRefused, match="another state directory"):
+        ImageStore(tmp_path / "file/images").list()
+
+
+def test_a_full_disk_is_told_as_such_and_leaves_nothing(tmp_path: Path, machine: Path) -> None:
+    if not overlay.works():
+        pytest.skip("only root can mount a small file system")
+    small = tmp_path / "small"
+    small.mkdir()
+    archive = tmp_path / "image.tar"
+    archive.write_bytes(docker_archive(tar(file("a", os.urandom(4 << 20)))))
+    script = (
+        "import subprocess, sys\nfrom pathlib import Path\n"
+        "from orchard.env.images import ImageStore\nfrom orchard.env.errors import DiskFull\n"
+        "small, archive = map(Path, sys.argv[1:])\n"
+        "subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=2m', 'none', small], check=True)\n"
+        "store = ImageStore(small / 'images')\n"
+        "try:\n    store.import_archive(archive, 'big')\n"
+        "except DiskFull:\n    print(sorted(p.name for p in (small / 'images/layers').iterdir()), "
+        "sorted(p.name for p in (small / 'images/scratch').iterdir()))\n"
+    )
+    command = ["unshare", "-m", sys.executable, "-c", script, str(small), str(archive)]
+    assert subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout == b"[] []\n"
 
 
 def test_an_answer_from_the_cache_follows_changes_by_other_processes(

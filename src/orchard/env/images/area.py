@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from orchard.env.errors import InfrastructureError
+from orchard.env.errors import DiskFull, InfrastructureError, OrchardError, RuntimeRefused
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -48,10 +48,16 @@ class StoreArea:
         """Create the directories (0700) and clear what killed processes left; only the first call does work."""
         if self._made:
             return
-        self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.root.chmod(0o700)
-        for path in (self.names, self.images, self.layers, self.host, self.users, self._scratch):
-            path.mkdir(exist_ok=True, mode=0o700)
+        try:
+            self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.root.chmod(0o700)
+            for path in (self.names, self.images, self.layers, self.host, self.users, self._scratch):
+                path.mkdir(exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise RuntimeRefused(
+                f"The image store {str(self.root)!r} cannot be used: {error.strerror}. Run as the user it belongs to, "
+                f"or choose another state directory."
+            ) from error
         self._made = True
         self.clear_scratch()
 
@@ -196,6 +202,21 @@ def tree_size(path: Path) -> int:
                     seen.add((info.st_dev, info.st_ino))
                 total += info.st_size
     return total
+
+
+@contextmanager
+def explained(doing: str) -> Iterator[None]:
+    """Turns what the file system refuses while `doing` something into DiskFull or InfrastructureError."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, OrchardError):
+            raise
+        if no_space(error):
+            raise DiskFull(
+                f"The disk is full ({doing}): free space, `orchard images prune` may help, and try again."
+            ) from error
+        raise InfrastructureError(f"The image store failed ({doing}): {error}.") from error
 
 
 def no_space(error: OSError) -> bool:

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchard.env.images.area import StoreArea
+from orchard.env.images.area import StoreArea, explained
 from orchard.env.images.host_etc import EtcBuilder
 from orchard.env.images.model import ImageMount, ResolvedImage
 from orchard.env.images.view import mark_opaque, stat_at
@@ -101,7 +101,7 @@ class HostImage:
             return None
 
     def _make(self, signature: Signature) -> ResolvedImage:
-        with self._area.scratch() as scratch:
+        with explained("preparing the image `host`"), self._area.scratch() as scratch:
             draft = scratch / "host"
             mounts = _Skeleton(self._machine, draft).build()
             (draft / "mounts.json").write_text(json.dumps(mounts))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from orchard.env.errors import Conflict, InfrastructureError, InvalidRequest
 from orchard.env.images import documents, reference
-from orchard.env.images.area import StoreArea, tree_size
+from orchard.env.images.area import StoreArea, explained, tree_size
 from orchard.env.images.catalog import Catalog
 from orchard.env.images.directory import DirectoryImages
 from orchard.env.images.host import HostImage
@@ -182,7 +182,7 @@ class ImageStore:
         self._area.make()
         self._area.clear_scratch()
         stacked = None if base is None else self._base(base)
-        with self._area.scratch() as scratch:
+        with explained(f"importing {str(path)!r}"), self._area.scratch() as scratch:
             done = Importer(self._area, self._limits, name, stacked, progress).run(Path(path), scratch)
             if done.layer is not None:
                 self._area.settle(done.layer)
@@ -272,7 +272,7 @@ class ImageStore:
 
     def _sweep(self, find: Callable[[], Iterator[Path]]) -> int:
         """Remove what `find` names, so that a kill in between leaves only scratch space; the bytes freed."""
-        with self._area.scratch() as away:
+        with explained("removing files"), self._area.scratch() as away:
             with self._area.writing():
                 for path in list(find()):
                     path.rename(away / path.name)
