@@ -128,12 +128,7 @@ def test_a_job_that_runs_at_the_end_of_the_lifetime_ends_with_that_reason(new_bo
     box = new_box(ttl_seconds=2)
     job_id = box.running("sleep 300", background=True)
     job = box.rest.wait_job(job_id)
-    assert (job["status"], job["infra"], job["timed_out"], job["stdout"]) == (
-        "failed",
-        True,
-        False,
-        "begun\n",
-    )
+    assert (job["status"], job["infra"], job["timed_out"]) == ("failed", True, False)
     assert "ttl" in job["error"] or "lifetime" in job["error"]
 
 
@@ -256,7 +251,7 @@ def test_a_killed_agent_is_never_a_connection_error(killed: Box) -> None:
     watch = Stopwatch()
     while watch.seconds < 3:
         answer = killed.post_exec("true", wait=True)
-        assert answer.status in (404, 503), answer
+        assert answer.status in (404, 503) or answer.json["infra"], answer
         codes.add(answer.code)
     assert "sandbox_dead" in codes
 

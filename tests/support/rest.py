@@ -6,6 +6,7 @@ import base64
 import http.client
 import json
 import threading
+import time
 import urllib.parse
 import uuid
 from collections.abc import Iterator
@@ -16,6 +17,9 @@ from typing import Any
 from tests.support.waiting import eventually
 
 JsonObject = dict[str, Any]
+
+#: A connection idle for longer is opened anew: services may close idle ones at any time.
+_IDLE_S = 20.0
 
 
 def new_id(prefix: str = "t") -> str:
@@ -81,20 +85,16 @@ class Rest:
         target = path + ("?" + urllib.parse.urlencode(query, doseq=True) if query else "")
         merged = {**self.headers(), **(headers or {})}
         connection: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
-        kept = connection is not None
-        if connection is None:
+        if connection is None or time.monotonic() - self._local.used_at > _IDLE_S:
+            self._forget()
             connection = self._local.connection = self.connect()
         try:
-            return self._exchange(connection, method, target, body, merged)
-        except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
-            self._forget()
-            if not kept or method not in ("GET", "HEAD"):
-                raise
-            connection = self._local.connection = self.connect()
             return self._exchange(connection, method, target, body, merged)
         except BaseException:
             self._forget()
             raise
+        finally:
+            self._local.used_at = time.monotonic()
 
     def _forget(self) -> None:
         connection = getattr(self._local, "connection", None)
@@ -212,6 +212,10 @@ class Box:
     def python(self, code: str, *argv: str, **fields: Any) -> JsonObject:
         """The finished job of a Python program, in an image that has python3."""
         return self.run(["/usr/bin/python3", "-I", "-c", code, *argv], **fields)
+
+    def agent_start(self) -> str:
+        """When the agent (process 1 inside) started, in ticks: the same agent, the same number."""
+        return self.out("sed 's/.*) //' /proc/1/stat | cut -d' ' -f20", concurrent=True)
 
     def until(self, condition: str) -> None:
         """Waits until the shell command `condition` succeeds inside."""

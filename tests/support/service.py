@@ -40,7 +40,7 @@ class Service:
         self._host = host
         self._process: subprocess.Popen[bytes] | None = None
         self._starts = 0
-        state_dir.mkdir(parents=True, exist_ok=True)
+        state_dir.parent.mkdir(parents=True, exist_ok=True)
 
     @property
     def log_path(self) -> Path:
