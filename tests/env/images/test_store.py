@@ -67,6 +67,23 @@ def test_ordinary_names_work(store: ImageStore, add: Import, name: str) -> None:
     assert store.resolve(name).ref == name
 
 
+def test_the_registry_of_a_name_may_be_left_out_when_that_is_clear(store: ImageStore, add: Import) -> None:
+    plain = add(docker_archive(tar(file("a", "1"))), "registry.example/library/tool:1")
+    add(docker_archive(tar(file("a", "2"))), "registry.example/team/tool:1")
+    assert store.resolve("tool:1").digest == plain.digest
+    own = add(docker_archive(tar(file("a", "3"))), "tool:1")
+    assert store.resolve("tool:1").digest == own.digest
+    add(docker_archive(tar(file("a", "4"))), "other.example/team/tool:1")
+    with pytest.raises(ImageNotFound, match=r"other\.example"):
+        store.resolve("team/tool:1")
+    store.remove("tool:1")
+    store.remove("tool:1")
+    assert [each.name for each in store.list()][1:] == [
+        "other.example/team/tool:1",
+        "registry.example/team/tool:1",
+    ]
+
+
 @pytest.mark.parametrize("ref", ["sha256:abc", "sha256:XYZ123", "sha256:", "app@sha256:12"])
 def test_digests_need_enough_hexadecimal_digits(store: ImageStore, ref: str) -> None:
     with pytest.raises(InvalidRequest, match="6 hexadecimal digits"):

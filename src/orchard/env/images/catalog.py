@@ -31,10 +31,17 @@ class Catalog:
         if parsed.kind == "digest":
             return self._find_digest(parsed.value)
         try:
-            digest = _load(self.name_file(parsed.value))["digest"]
+            digest = _load(self.name_file(self.known_name(parsed.value)))["digest"]
             return _stored(self.image_file(digest))
         except FileNotFoundError:
             raise self._unknown(parsed.value) from None
+
+    def known_name(self, name: str) -> str:
+        """`name`, or the one stored name that is the same but for its registry: tools like to write it out."""
+        if self.name_file(name).exists():
+            return name
+        same = [each for each in self.names() if reference.without_registry(each) == name]
+        return same[0] if len(same) == 1 else name
 
     def images(self) -> Iterator[StoredImage]:
         """Every image, with or without a name."""

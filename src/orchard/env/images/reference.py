@@ -72,6 +72,14 @@ def split_tag(name: str) -> tuple[str, str]:
     return f"{head}{slash}{stem}", tag if colon else "latest"
 
 
+def without_registry(name: str) -> str:
+    """`name` less the registry before its first slash, and less `library/` where registries keep plain names."""
+    first, slash, rest = name.partition("/")
+    if not slash or not ("." in first or ":" in first):
+        return name
+    return rest.removeprefix("library/")
+
+
 def name_from_path(path: Path) -> str:
     """An image name made from the name of an archive: `My App-1.2.tar.gz` gives `my-app-1.2:latest`."""
     stem = re.sub(r"\.(tar|tgz|tbz2?|txz|tzst|oci)(\.(gz|bz2|xz|zst))?$", "", path.name, flags=re.IGNORECASE)

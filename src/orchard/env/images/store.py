@@ -101,7 +101,10 @@ class ImageStore:
         stored = self._catalog.find(parsed)
         files = [self._catalog.image_file(stored.record.digest)]
         if parsed.kind == "name":
-            files.append(self._catalog.name_file(parsed.value))
+            known = self._catalog.known_name(parsed.value)
+            files.append(self._catalog.name_file(known))
+            if known != parsed.value:
+                files.append(self._area.names)  # the name itself may appear and then goes before
         # Stamped before the content is read again: a change in between only costs the cache its entry.
         stamps = tuple((path, info.st_ino, info.st_mtime_ns) for path in files if (info := _stat(path)))
         stored = self._catalog.find(parsed)
@@ -221,7 +224,7 @@ class ImageStore:
         with self._area.writing():
             digest = self._catalog.find(parsed).record.digest
             names = [each for each, held in self._catalog.names().items() if held == digest]
-            leaving = names if parsed.kind == "digest" else [parsed.value]
+            leaving = names if parsed.kind == "digest" else [self._catalog.known_name(parsed.value)]
             if set(leaving) >= set(names):
                 self._refuse_if_used(name, digest, in_use)
                 self._catalog.drop_image(digest)
