@@ -14,7 +14,7 @@ from orchard.env.client.aio import jobs
 from orchard.env.client.aio.sandbox import AsyncSandbox
 from orchard.env.client.exits import OwnedSandboxes
 from orchard.env.client.results import JobResult
-from orchard.env.client.settings import ClientSettings, resolve_api_key, resolve_base_url
+from orchard.env.client.settings import ClientSettings
 from orchard.env.client.transport import Transport, build, encode, path_of
 from orchard.env.contract import (
     BatchCreate,
@@ -58,13 +58,13 @@ class AsyncSandboxClient:
         cleanup: bool = False,
         settings: ClientSettings | None = None,
     ) -> None:
-        if settings is None:
-            settings = ClientSettings(base_url=resolve_base_url(base_url), api_key=resolve_api_key(api_key))
-        else:
-            settings = replace(
-                settings, base_url=base_url or settings.base_url, api_key=api_key or settings.api_key
-            )
-        self._settings = replace(settings, cleanup=cleanup or settings.cleanup)
+        given = settings or ClientSettings()
+        self._settings = replace(
+            given,
+            base_url=base_url or given.base_url,
+            api_key=api_key or given.api_key,
+            cleanup=cleanup or given.cleanup,
+        )
         self._transport = Transport(self._settings)
         self._owned = OwnedSandboxes(self._settings)
         if self._settings.cleanup:
