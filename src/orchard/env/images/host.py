@@ -120,7 +120,7 @@ class HostImage:
         for name in json.loads((path / "mounts.json").read_bytes()):
             mask = path / "mask" / name
             layers = (mask, self._machine / name) if mask.is_dir() else (self._machine / name,)
-            mounts.append(ImageMount(f"/{name}", layers))
+            mounts.append(ImageMount(f"/{name}", layers, read_only=True))
         return ResolvedImage(
             ref="host",
             digest=f"sha256:{path.name}",

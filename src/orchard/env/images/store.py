@@ -290,7 +290,8 @@ def _stat(path: Path) -> os.stat_result | None:
 
 
 def _stacked(own: tuple[Path, ...], mount: ImageMount) -> ImageMount:
-    """A tree that the base mounts, with what the layers above have at the same place on top of it."""
+    """A tree that the base mounts, with what the layers above have at the same place on top of it; writable, since
+    the derived image is the user's own."""
     relative = mount.target.lstrip("/")
     above = tuple(layer / relative for layer in own if (layer / relative).is_dir())
-    return replace(mount, layers=(*above, *mount.layers))
+    return replace(mount, layers=(*above, *mount.layers), read_only=False)
