@@ -156,7 +156,8 @@ def _limits(state_dir: Path, findings: Findings) -> Iterator[Check]:
 
 def _network(state_dir: Path, findings: Findings) -> Iterator[Check]:
     del state_dir
-    yield Check("blocked network", *_verdict(findings, "network namespace", "loopback only"), required=True)
+    status, detail = _verdict(findings, "network namespace", "loopback only")
+    yield Check("blocked network", status, detail, "the kernel needs CONFIG_NET_NS", required=True)
     if shutil.which("nft") is None:
         yield Check(
             "open network",

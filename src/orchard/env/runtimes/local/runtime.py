@@ -112,6 +112,7 @@ class LocalRuntime:
         sandboxes.mkdir(mode=0o700, exist_ok=True)
         self._sandboxes_fd = os.open(sandboxes, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         await self._start_zygote()
+        await asyncio.to_thread(self._images.prepare)
 
     async def _start_zygote(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
