@@ -71,10 +71,10 @@ async def faulty_proxy(target: str) -> AsyncIterator[Proxy]:
 
     app = web.Application(client_max_size=1 << 30)
     app.router.add_route("*", "/{tail:.*}", handle)
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, shutdown_timeout=1)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=1)
+        site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         assert site._server is not None
         proxy.base_url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]

@@ -38,6 +38,7 @@ class Service:
         self.arguments = [*arguments]
         self.base_url = ""
         self._host = host
+        self._port = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._starts = 0
         state_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -68,11 +69,11 @@ class Service:
 
     def command(self) -> list[str]:
         key = ["--api-key", self.api_key] if self.api_key is not None else []
-        serve = [sys.executable, "-m", "orchard.cli.main", "serve", "--host", self._host, "--port", "0"]
-        return [*serve, *key, "--state-dir", str(self.state_dir), *self.arguments]
+        serve = [sys.executable, "-m", "orchard.cli.main", "serve", "--host", self._host]
+        return [*serve, "--port", str(self._port), *key, "--state-dir", str(self.state_dir), *self.arguments]
 
     def start(self) -> Service:
-        """Returns when it has printed its URL and answers."""
+        """Returns when it has printed its URL. Another start listens on the same port."""
         self._starts += 1
         env = {k: v for k, v in os.environ.items() if not k.startswith(("ORCHARD_", "SANDBOX_"))}
         env["ORCHARD_TEST_MARK"] = self.mark
