@@ -36,17 +36,21 @@ def reach(
 ) -> Iterator[SandboxClient]:
     """A client of the service that was named, else of one at the default address, else of an embedded one.
 
-    embed=False: the sandbox is to outlive this program, so an embedded service would not do.
+    embed=False: the sandbox is to outlive this program, so an embedded service would not do; otherwise what is
+    created goes when this program ends.
     """
     from orchard.env.client import SandboxClient
     from orchard.env.client.settings import BASE_URL_VARIABLES, DEFAULT_BASE_URL, environment_value
 
     named = base_url or environment_value(BASE_URL_VARIABLES)
     if named or not embed or (state_dir is None and answers(DEFAULT_BASE_URL)):
-        with SandboxClient(named, api_key) as client:
+        with SandboxClient(named, api_key, cleanup=embed) as client:
             yield client
         return
-    with EmbeddedService(state_dir) as service, SandboxClient(service.base_url, service.api_key) as client:
+    with (
+        EmbeddedService(state_dir) as service,
+        SandboxClient(service.base_url, service.api_key, cleanup=True) as client,
+    ):
         yield client
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _MAX_OUTPUT_BYTES = 64 << 20
 _CHUNK_BYTES = 256 << 10
+_LEASE_S = 120.0
 
 
 def run(
@@ -68,12 +69,15 @@ def run(
             user=user,
             labels=labels,
             timeout=ready_timeout,
+            # If this program is killed, the sandbox goes a while after it.
+            heartbeat_timeout=None if keep else _LEASE_S,
         )
         with contextlib.ExitStack() as stack:
             if keep:
                 note(f"sandbox {sandbox.sandbox_id} is kept; delete it with: orchard rm {sandbox.sandbox_id}")
             else:
                 stack.enter_context(sandbox)
+                sandbox.start_heartbeat(_LEASE_S / 4)
             handle = sandbox.commands.start(
                 words,
                 timeout_s=timeout,

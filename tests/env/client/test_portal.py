@@ -195,6 +195,23 @@ portal.close()
     assert done.stdout == "cleaned\ninterrupted\n", done.stderr
 
 
+def test_few_descriptors_make_requests_wait_instead_of_failing(service: ScriptedService) -> None:
+    body = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+async def main():
+    async with AsyncSandboxClient() as client:
+        sandbox = await client.create("host")
+        jobs = await asyncio.gather(*(sandbox.exec("true") for _ in range(500)))
+        say(sum(job.ok for job in jobs))
+
+asyncio.run(main())
+"""
+    done = run_program(service, body)
+    assert done.stdout == "500\n", done.stderr
+
+
 def test_the_client_needs_no_server_package(service: ScriptedService) -> None:
     body = """
 client = SandboxClient()

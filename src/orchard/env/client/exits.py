@@ -56,6 +56,12 @@ class OwnedSandboxes:
         """It was deleted, or is somebody else's now."""
         self._ids.pop(sandbox_id, None)
 
+    def release(self) -> None:
+        """The client was closed: nothing is owned any more, or what is left is the exit's to delete."""
+        if self._hooked and not self.ids():
+            self._hooked = False
+            _HOOK.forget(self)
+
     def ids(self) -> list[str]:
         """What is owned now, by this process: a child of fork owns nothing of its parent's."""
         self._forget_parent()
@@ -90,6 +96,10 @@ class _ExitHook:
             self._pid = os.getpid()
             self._kept = []
         self._kept.append(owned)
+
+    def forget(self, owned: OwnedSandboxes) -> None:
+        if owned in self._kept:
+            self._kept.remove(owned)
 
     def _at_exit(self) -> None:
         if self._pid != os.getpid():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Self, TypeAlias
@@ -35,7 +36,10 @@ logger = logging.getLogger(__name__)
 SandboxIds: TypeAlias = list[str]
 BatchOutcome: TypeAlias = list[AsyncSandbox | OrchardError]
 
+Errors: TypeAlias = list[OrchardError]
+
 _CLEANUP_PARALLEL = 32
+_DISCARD_TIMEOUT_S = 10.0
 
 
 class AsyncSandboxClient:
@@ -113,7 +117,7 @@ class AsyncSandboxClient:
             CreateSandbox,
             image=image,
             block_network=block_network,
-            sandbox_id=sandbox_id or f"sb-{uuid.uuid4().hex[:20]}",
+            sandbox_id=sandbox_id or _new_sandbox_id(),
             cpu=cpu,
             memory=memory,
             timeout=timeout,
@@ -127,8 +131,15 @@ class AsyncSandboxClient:
             heartbeat_timeout=heartbeat_timeout,
             idempotency_key=idempotency_key or uuid.uuid4().hex,
         )
-        chosen = sandbox_id is not None or idempotency_key is not None
-        return await self._create(request, wait=wait, discard=not chosen)
+        mine = sandbox_id is None and idempotency_key is None
+        with_id = [str(request.sandbox_id)] if mine else []
+        async with self._discarding(with_id, unless=_was_refused):
+            info = await self._transport.call("POST", "/sandboxes", SandboxInfo, body=encode(request))
+        sandbox = self._adopt(info)
+        if wait:
+            async with self._discarding(with_id, unless=_has_ended):
+                await sandbox.wait_ready()
+        return sandbox
 
     create_sandbox = create
 
@@ -144,30 +155,19 @@ class AsyncSandboxClient:
             request if isinstance(request, CreateSandbox) else build(CreateSandbox, **request)
             for request in requests
         ]
-        keyed = [
-            request.model_copy(update={"idempotency_key": request.idempotency_key or uuid.uuid4().hex})
-            for request in prepared
+        with_id: SandboxIds = []
+        entries = [_with_id_and_key(request, with_id) for request in prepared]
+        body = encode(build(BatchCreate, sandboxes=entries))
+        async with self._discarding(with_id, unless=_was_refused):
+            answer = await self._transport.call("POST", "/sandboxes/batch", BatchResult, body=body)
+        outcome: BatchOutcome = [
+            from_body(500, entry.error or {}) if entry.sandbox is None else self._adopt(entry.sandbox)
+            for entry in answer.results
         ]
-        body = encode(build(BatchCreate, sandboxes=keyed))
-        answer = await self._transport.call("POST", "/sandboxes/batch", BatchResult, body=body)
-        outcome: BatchOutcome = []
-        for entry in answer.results:
-            if entry.sandbox is not None:
-                outcome.append(self._adopt(entry.sandbox))
-            else:
-                outcome.append(from_body(500, entry.error or {}))
         if not wait:
             return outcome
-
-        async def ready(each: AsyncSandbox | OrchardError) -> AsyncSandbox | OrchardError:
-            if isinstance(each, AsyncSandbox):
-                try:
-                    await each.wait_ready()
-                except OrchardError as error:
-                    return error
-            return each
-
-        return await asyncio.gather(*(ready(each) for each in outcome))
+        async with self._discarding(with_id, unless=_has_ended):
+            return await asyncio.gather(*map(_when_ready, outcome))
 
     async def get(self, sandbox_id: str) -> AsyncSandbox:
         """A sandbox that exists. Raises `SandboxNotFound`, `SandboxDeleted` or `SandboxFailed`."""
@@ -240,17 +240,7 @@ class AsyncSandboxClient:
 
     async def cleanup_all(self) -> None:
         """Delete every sandbox that this client owns: created with `cleanup=True`, or in a `with` block."""
-        gate = asyncio.Semaphore(_CLEANUP_PARALLEL)
-
-        async def remove(sandbox_id: str) -> None:
-            async with gate:
-                try:
-                    await self.delete(sandbox_id)
-                except NotFound:
-                    self._owned.discard(sandbox_id)
-
-        results = await asyncio.gather(*map(remove, self._owned.ids()), return_exceptions=True)
-        errors = [result for result in results if isinstance(result, BaseException)]
+        errors = await self._delete_many(self._owned.ids())
         if errors:
             raise errors[0]
 
@@ -260,6 +250,7 @@ class AsyncSandboxClient:
             if self._settings.cleanup:
                 await self.cleanup_all()
         finally:
+            self._owned.release()
             await self._transport.close()
 
     async def __aenter__(self) -> Self:
@@ -284,31 +275,71 @@ class AsyncSandboxClient:
             self._owned.add(info.sandbox_id)
         return AsyncSandbox(self._transport, self._owned, info)
 
-    async def _create(self, request: CreateSandbox, *, wait: bool, discard: bool) -> AsyncSandbox:
-        sandbox_id = str(request.sandbox_id)
-        try:
-            info = await self._transport.call("POST", "/sandboxes", SandboxInfo, body=encode(request))
-        except BaseException as error:
-            refused = isinstance(error, OrchardError) and not error.extra.get("sent")
-            if discard and not refused:
-                await self._discard(sandbox_id)
-            raise
-        sandbox = self._adopt(info)
-        if not wait:
-            return sandbox
-        try:
-            await sandbox.wait_ready()
-        except BaseException as error:
-            if discard and not isinstance(error, NotFound):
-                await self._discard(sandbox_id)
-            self._owned.discard(sandbox_id)
-            raise
-        return sandbox
+    @asynccontextmanager
+    async def _discarding(
+        self, sandbox_ids: SandboxIds, *, unless: Callable[[BaseException], bool]
+    ) -> AsyncIterator[None]:
+        """When the block fails, delete the sandboxes that nobody will ever hear of; the error goes on.
 
-    async def _discard(self, sandbox_id: str) -> None:
-        """Remove what nobody will ever hear of; best effort, the time to live does the rest."""
+        Best effort: what cannot be reached now ends with its time to live.
+        """
         try:
-            await asyncio.wait_for(self.delete(sandbox_id), timeout=10)
-        except (OrchardError, TimeoutError) as error:
-            logger.debug("sandbox %s could not be discarded: %s", sandbox_id, error)
-        self._owned.discard(sandbox_id)
+            yield
+        except BaseException as error:
+            if not unless(error):
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._delete_many(sandbox_ids), _DISCARD_TIMEOUT_S)
+            for sandbox_id in sandbox_ids:
+                self._owned.discard(sandbox_id)
+            raise
+
+    async def _delete_many(self, sandbox_ids: SandboxIds) -> Errors:
+        """Delete all, side by side; what went wrong. One that is no more is fine."""
+        gate = asyncio.Semaphore(_CLEANUP_PARALLEL)
+        errors: Errors = []
+
+        async def remove(sandbox_id: str) -> None:
+            async with gate:
+                try:
+                    await self.delete(sandbox_id)
+                except NotFound:
+                    self._owned.discard(sandbox_id)
+                except OrchardError as error:
+                    errors.append(error)
+
+        await asyncio.gather(*map(remove, sandbox_ids))
+        return errors
+
+
+def _was_refused(error: BaseException) -> bool:
+    """The creation surely did not happen."""
+    return isinstance(error, OrchardError) and not error.extra.get("sent")
+
+
+def _has_ended(error: BaseException) -> bool:
+    """The sandbox is gone already."""
+    return isinstance(error, NotFound)
+
+
+def _with_id_and_key(request: CreateSandbox, with_id: SandboxIds) -> CreateSandbox:
+    """The request with a key that makes repeats safe; an id of ours (added to `with_id`) if it is all ours."""
+    if request.idempotency_key is not None:
+        return request
+    fields = {"idempotency_key": uuid.uuid4().hex}
+    if request.sandbox_id is None:
+        fields["sandbox_id"] = _new_sandbox_id()
+        with_id.append(fields["sandbox_id"])
+    return request.model_copy(update=fields)
+
+
+def _new_sandbox_id() -> str:
+    return f"sb-{uuid.uuid4().hex[:20]}"
+
+
+async def _when_ready(each: AsyncSandbox | OrchardError) -> AsyncSandbox | OrchardError:
+    if isinstance(each, AsyncSandbox):
+        try:
+            await each.wait_ready()
+        except OrchardError as error:
+            return error
+    return each

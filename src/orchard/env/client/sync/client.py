@@ -20,6 +20,8 @@ SandboxIds: TypeAlias = list[str]
 
 BatchOutcome: TypeAlias = list[Sandbox | OrchardError]
 
+Errors: TypeAlias = list[OrchardError]
+
 
 class SandboxClient:
     """A client of one environment service; safe for any number of threads.
