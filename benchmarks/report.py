@@ -1,7 +1,14 @@
-"""The table: a row for each figure, a column for each tool."""
+"""The table: a row for each figure, a column for each tool.
+
+`python -m benchmarks.report RESULT.json` puts the table of a result into benchmarks/README.md.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -46,22 +53,60 @@ def print_table(console: Console, document: dict[str, Any]) -> None:
     for tool in results:
         table.add_column(tool, justify="right")
     table.add_column("target", justify="right")
-    for title, metric, fields in ROWS:
-        for number, field in enumerate(fields):
-            values = [_text(field, metrics.get(metric, {}).get(field)) for metrics in results.values()]
-            if any(value != "—" for value in values):
-                table.add_row(
-                    title if not number else "", UNITS[field], *values, _target(metric, field, results)
-                )
-        table.add_section()
+    for title, cells in rows(results):
+        marks = {True: " [green]met[/]", False: " [red]missed[/]", None: ""}
+        *values, (bound, met) = cells
+        if title:
+            table.add_section()
+        table.add_row(title, *values, bound + marks[met])
     console.print(table)
     for tool, reason in document["missing"].items():
         console.print(f"missing: {tool}: {reason}", style="yellow", markup=False)
 
 
-def _target(metric: str, field: str, results: dict[str, Any]) -> str:
+def rows(results: dict[str, Any]) -> Iterator[tuple[str, list[Any]]]:
+    """Title (empty for the further lines of a figure), then unit, a text for each tool, and target and verdict."""
+    for title, metric, fields in ROWS:
+        shown = title
+        for field in fields:
+            values = [_text(field, metrics.get(metric, {}).get(field)) for metrics in results.values()]
+            if any(value != "—" for value in values):
+                yield shown, [UNITS[field], *values, _target(metric, field, results)]
+                shown = ""
+
+
+def _target(metric: str, field: str, results: dict[str, Any]) -> tuple[str, bool | None]:
     for target in TARGETS:
         if (target.metric, target.field) == (metric, field):
-            met = target.met(results)
-            return f"{target} " + {True: "[green]met[/]", False: "[red]missed[/]", None: "?"}[met]
-    return ""
+            return str(target), target.met(results)
+    return "", None
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """The same table for a README, with where and of what it was measured."""
+    machine, results = document["machine"], document["results"]
+    lines = [
+        f"Commit `{document['commit'][:12]}`, {document['date']}, {machine['cores']} cores ({machine['cpu']}),"
+        f" {machine['memory_mib'] // 1024} GiB, {machine['system']}, kernel {machine['kernel']}, Python"
+        f" {document['versions']['python']}; load average before: {machine['load_average_before']:.1f}.",
+        "",
+        "| figure | unit | " + " | ".join(results) + " | target |",
+        "|---|---|" + "---:|" * (len(results) + 1),
+    ]
+    for title, (unit, *values, (bound, met)) in rows(results):
+        verdict = {True: f"{bound} met", False: f"{bound} **missed**", None: bound}[met]
+        lines.append(f"| {title} | {unit} | " + " | ".join(values) + f" | {verdict} |")
+    lines += [""] + [f"Missing: {tool}: {reason}" for tool, reason in document["missing"].items()]
+    return "\n".join(lines).rstrip()
+
+
+def main() -> None:
+    result, readme = Path(sys.argv[1]), Path(__file__).with_name("README.md")
+    table = f"From `results/{result.name}`. {markdown(json.loads(result.read_text()))}"
+    before, start, rest = readme.read_text().partition("<!-- table -->\n")
+    _, end, after = rest.partition("\n<!-- end of table -->")
+    readme.write_text(before + start + table + end + after)
+
+
+if __name__ == "__main__":
+    main()
