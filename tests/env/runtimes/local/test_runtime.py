@@ -141,10 +141,10 @@ async def test_the_death_of_the_agent_is_told_with_its_exit_code(runtime: LocalR
 
 async def test_creation_goes_on_after_the_zygote_was_killed(runtime: LocalRuntime, image: str) -> None:
     await runtime.create(SandboxSpec("before", image))
-    assert runtime._zygote is not None
-    runtime._zygote.kill()
-    await runtime._zygote.wait()
-    await until(lambda: runtime._control is None, "the loss is noticed")
+    assert runtime._launcher.process is not None
+    runtime._launcher.process.kill()
+    await runtime._launcher.process.wait()
+    await until(lambda: not runtime._launcher.alive, "the loss is noticed")
     await runtime.create(SandboxSpec("after", image))
     for sandbox_id in ("before", "after"):
         job, _ = await run(runtime, sandbox_id, ["/bin/true"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import struct
 
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
@@ -33,7 +34,6 @@ CLONE_NEWIPC = 0x08000000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
-CLONE_INTO_CGROUP = 0x200000000
 
 AT_FDCWD = -100
 _AT_EMPTY_PATH = 0x1000
@@ -61,15 +61,13 @@ CAP_NAMES = (  # in the order of their numbers
 )  # fmt: skip
 
 
-def clone3(flags: int, cgroup_fd: int = -1) -> int:
-    """fork(2) into new namespaces and, with `cgroup_fd`, into a cgroup2: 0 in the child, its pid in the parent.
+def clone3(flags: int) -> int:
+    """fork(2) into new namespaces: 0 in the child, its pid in the parent.
 
     Only for a process with one thread: the interpreter's own fork hooks do not run.
     """
-    if cgroup_fd >= 0:
-        flags |= CLONE_INTO_CGROUP
     args = ctypes.create_string_buffer(
-        struct.pack("<11Q", flags, 0, 0, 0, 17, 0, 0, 0, 0, 0, max(cgroup_fd, 0)), 88
+        struct.pack("<11Q", flags, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, 0), 88
     )
     return checked(_syscall(_CLONE3, args, 88), "clone3")
 

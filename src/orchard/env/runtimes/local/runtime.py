@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import os
 import shutil
-import socket
-import sys
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +19,10 @@ from orchard.env.images.model import ResolvedImage
 from orchard.env.runtimes.base import Handle, Postmortem, SandboxSpec, StartFailed, Usage
 from orchard.env.runtimes.channel import AgentProtocolChannel
 from orchard.env.runtimes.local.cgroups import Cgroups
+from orchard.env.runtimes.local.disk import log_tail, meminfo, nearly_empty, remove_tree, tree_bytes
+from orchard.env.runtimes.local.launcher import Launch, Launcher
 from orchard.env.runtimes.local.network import Network
-from orchard.env.runtimes.local.spec import MAX_SLOTS, LaunchSpec
+from orchard.env.runtimes.local.spec import MAX_SLOTS, LaunchSpec, NetworkSpec
 
 _AGENT_START_S = 30.0
 _ADOPT_TIMEOUT_S = 10.0
@@ -37,22 +37,17 @@ class LocalHandle:
     state: dict[str, Any]
     channel: AgentProtocolChannel | None = None
     deleting: bool = False
-    exit_code: int | None = None
-    exited: asyncio.Event | None = None
-    launch: int = 0
+    launch: Launch | None = None
 
     @property
     def slot(self) -> int:
         return int(self.state["slot"])
 
-
-@dataclass
-class _Starting:
-    """What the zygote says of a sandbox that is being started."""
-
-    forked: asyncio.Future[int]
-    failed: asyncio.Future[dict[str, Any]]
-    asked: bool = False
+    @property
+    def exit_code(self) -> int | None:
+        """Of its agent, where that is known: the zygote of an earlier service tells nothing."""
+        launch = self.launch
+        return launch.exited.result() if launch is not None and launch.exited.done() else None
 
 
 @dataclass
@@ -87,16 +82,12 @@ class LocalRuntime:
         self._cgroups = Cgroups.detect(self._instance)
         self._network = Network(self._instance)
         self._handles: dict[str, LocalHandle] = {}
-        self._starting: dict[str, _Starting] = {}
+        self._starting: set[str] = set()
         self._slots = _Slots()
-        self._launches = 0
-        self._zygote: asyncio.subprocess.Process | None = None
-        self._control: socket.socket | None = None
-        self._zygote_ready: asyncio.Future[None] | None = None
+        self._launcher = Launcher(self._state_dir, self._instance)
         self._sandboxes_fd = -1
         self._removals: dict[str, asyncio.Task[Postmortem]] = {}
         self._closing = False
-        self._restart_lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self.on_death: Callable[[str, Postmortem], None] = lambda _id, _postmortem: None
 
@@ -111,36 +102,8 @@ class LocalRuntime:
         sandboxes = self._state_dir / "sandboxes"
         sandboxes.mkdir(mode=0o700, exist_ok=True)
         self._sandboxes_fd = os.open(sandboxes, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        await self._start_zygote()
+        await self._launcher.start()
         await asyncio.to_thread(self._images.prepare)
-
-    async def _start_zygote(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
-        loop = asyncio.get_running_loop()
-        self._control = ours
-        self._zygote_ready = loop.create_future()
-        options = {
-            "state_dir": str(self._state_dir),
-            "instance": self._instance,
-            "control_fd": theirs.fileno(),
-        }
-        try:
-            self._zygote = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", "-S", str(Path(__file__).with_name("zygote_main.py")), json.dumps(options),
-                stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()], env={}, cwd="/", start_new_session=True,
-            )  # fmt: skip
-        finally:
-            theirs.close()
-        loop.add_reader(ours.fileno(), self._on_control, ours)
-        try:
-            async with asyncio.timeout(_AGENT_START_S):
-                await self._zygote_ready
-        except TimeoutError:
-            raise RuntimeRefused(
-                f"the sandbox launcher was not ready within {_AGENT_START_S:g} s; does another one use this state directory?"
-            ) from None
 
     async def close(self) -> None:
         self._closing = True
@@ -149,90 +112,13 @@ class LocalRuntime:
                 await handle.channel.close()
         for task in list(self._tasks):
             task.cancel()
-        self._drop_control()
-        if self._zygote is not None:
-            await self._zygote.wait()
+        await self._launcher.close()
         await asyncio.to_thread(self._network.close, remove=not self._handles)
         if not self._handles:
             self._cgroups.remove_instance()
         if self._sandboxes_fd >= 0:
             os.close(self._sandboxes_fd)
             self._sandboxes_fd = -1
-
-    def _drop_control(self) -> None:
-        if self._control is not None:
-            asyncio.get_running_loop().remove_reader(self._control.fileno())
-            self._control.close()
-            self._control = None
-
-    # ---------------------------------------------------------------------------------------------- zygote
-
-    def _on_control(self, control: socket.socket) -> None:
-        while True:
-            try:
-                data = control.recv(1 << 20)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                self._zygote_lost()
-                return
-            self._on_message(json.loads(data))
-
-    def _on_message(self, message: dict[str, Any]) -> None:
-        event = message["event"]
-        if event in ("ready", "refused"):
-            ready = self._zygote_ready
-            if ready is not None and not ready.done():
-                if event == "ready":
-                    ready.set_result(None)
-                else:
-                    ready.set_exception(
-                        RuntimeRefused(
-                            f"this machine does not allow sandboxes: {message['detail']}; see `orchard doctor`"
-                        )
-                    )
-            return
-        sandbox_id = message["sandbox_id"]
-        handle = self._handles.get(sandbox_id)
-        if handle is None or handle.launch != message["launch"]:
-            return  # a late word on an earlier sandbox of the same id
-        starting = self._starting.get(sandbox_id)
-        if event == "exit":
-            handle.exit_code = message["code"]
-            if handle.exited is not None:
-                handle.exited.set()
-            message = {"detail": f"the agent exited with {message['code']} while starting"}
-        if starting is None:
-            return
-        if event == "forked":
-            handle.state["pid"] = message["pid"]
-            if not starting.forked.done():
-                starting.forked.set_result(message["pid"])
-        elif not starting.failed.done():
-            starting.failed.set_result(message)
-
-    def _zygote_lost(self) -> None:
-        """The zygote ended: sandboxes live on; creations in flight fail and may be tried again."""
-        self._drop_control()
-        ready = self._zygote_ready
-        if ready is not None and not ready.done():
-            ready.set_exception(
-                RuntimeRefused("the sandbox launcher ended while starting; its error is in the log above")
-            )
-        for starting in self._starting.values():
-            if not starting.failed.done():
-                starting.failed.set_result({"detail": "the sandbox launcher ended", "retryable": True})
-
-    async def _ask(self, message: dict[str, Any]) -> None:
-        async with self._restart_lock:
-            if self._control is None:
-                if self._closing:
-                    raise StartFailed(EndReason.RUNTIME_ERROR, "the service is shutting down", retryable=True)
-                await self._start_zygote()
-        assert self._control is not None
-        await asyncio.get_running_loop().sock_sendall(self._control, json.dumps(message).encode())
 
     # ------------------------------------------------------------------------------------------- creation
 
@@ -242,32 +128,33 @@ class LocalRuntime:
         handle = LocalHandle(
             spec.sandbox_id, {"slot": slot, "network": not spec.block_network, "disk": spec.disk_bytes}
         )
-        self._launches += 1
-        handle.launch = self._launches
+        handle.launch = launch = self._launcher.next_launch(slot)
         self._handles[spec.sandbox_id] = handle
-        loop = asyncio.get_running_loop()
-        starting = _Starting(loop.create_future(), loop.create_future())
-        self._starting[spec.sandbox_id] = starting
+        self._starting.add(spec.sandbox_id)
         try:
-            await self._launch(handle, spec, image, starting, progress)
+            await self._launch(handle, launch, spec, image)
         except BaseException as error:
-            await self._abandon_start(spec.sandbox_id, starting)
+            await self._abandon_start(spec.sandbox_id, launch)
             if isinstance(error, OrchardError):
                 raise StartFailed(EndReason.RUNTIME_ERROR, error.detail) from error
             raise
         finally:
-            self._starting.pop(spec.sandbox_id, None)
+            self._starting.discard(spec.sandbox_id)
+        progress(f"agent is process {launch.pid}, slot {slot}")
         return handle
 
-    async def _abandon_start(self, sandbox_id: str, starting: _Starting) -> None:
-        """Remove a sandbox whose start failed or was cancelled: not before the zygote has dealt with the request,
-        else it would start what was just removed."""
+    async def _abandon_start(self, sandbox_id: str, launch: Launch) -> None:
+        """Remove a sandbox whose start failed or was cancelled: the zygote first has to have dealt with the request,
+        and the newborn to be gone, else they would make anew what was just removed."""
 
         async def abandon() -> None:
-            if starting.asked and self._control is not None:
-                answers: list[asyncio.Future[Any]] = [starting.forked, starting.failed]
-                await asyncio.wait(answers, timeout=_AGENT_START_S, return_when=asyncio.FIRST_COMPLETED)
-            self._starting.pop(sandbox_id, None)
+            if launch.asked and self._launcher.alive and not launch.forked.done():
+                await asyncio.wait(
+                    (launch.forked, launch.failed),
+                    timeout=_AGENT_START_S,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+            await _kill_newborn(launch)
             await self._remove(sandbox_id)
 
         task = asyncio.get_running_loop().create_task(abandon())
@@ -283,58 +170,37 @@ class LocalRuntime:
         except OrchardError as error:
             raise StartFailed(EndReason.RUNTIME_ERROR, error.detail) from error
 
-    async def _launch(self, handle: LocalHandle, spec: SandboxSpec, image: ResolvedImage, starting: _Starting,
-                      progress: Callable[[str], None]) -> None:  # fmt: skip
-        launch = LaunchSpec(
-            sandbox_id=spec.sandbox_id, launch=handle.launch, slot=handle.slot,
-            layers=[str(layer) for layer in image.layers],
-            mounts=[(mount.target, [str(layer) for layer in mount.layers], mount.read_only) for mount in image.mounts],
-            image_ref=spec.image, image_digest=image.digest, cpu_cores=spec.cpu_cores,
-            memory_bytes=spec.memory_bytes, disk_bytes=spec.disk_bytes, pids=spec.pids,
-            network=None if spec.block_network else await asyncio.to_thread(self._network.spec, handle.slot),
-        )  # fmt: skip
-        async with asyncio.timeout(_AGENT_START_S):
-            try:
-                starting.asked = True
-                await self._ask({"op": "create", "spec": launch.to_wire()})
-                pid = await self._or_failure(starting.forked, starting)
-                if not spec.block_network:
-                    await asyncio.to_thread(self._network.attach, handle.slot, pid)
-                    await self._ask({"op": "go", "sandbox_id": spec.sandbox_id})
-                channel = await self._or_failure(asyncio.ensure_future(self._connect(handle)), starting)
-                await channel.call(
-                    "configure", env={**image.env, **spec.env},
-                    working_dir=spec.working_dir or image.working_dir, user=spec.user or image.user,
-                )  # fmt: skip
-            except TimeoutError:
-                raise StartFailed(
-                    EndReason.AGENT_DID_NOT_START,
-                    f"no answer from the agent within {_AGENT_START_S:g} s",
-                    retryable=True,
-                ) from None
-            except AgentUnreachable as error:
-                # It may have said why a moment ago.
-                failure = (
-                    await asyncio.wait_for(starting.failed, 1.0)
-                    if not starting.failed.done()
-                    else starting.failed.result()
-                )
-                raise self._start_failure(failure) from error
-        progress(f"agent is process {pid}, slot {handle.slot}")
-
-    async def _or_failure(self, wanted: asyncio.Future[Any], starting: _Starting) -> Any:
+    async def _launch(
+        self, handle: LocalHandle, launch: Launch, spec: SandboxSpec, image: ResolvedImage
+    ) -> None:
         try:
-            await asyncio.wait({wanted, starting.failed}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if isinstance(wanted, asyncio.Task) and not wanted.done():
-                wanted.cancel()
-        if starting.failed.done() and (wanted.cancelled() or not wanted.done() or wanted.exception()):
-            raise self._start_failure(starting.failed.result())
-        return wanted.result()
+            async with asyncio.timeout(_AGENT_START_S):
+                network = (
+                    None if spec.block_network else await asyncio.to_thread(self._network.spec, handle.slot)
+                )
+                launch.asked = True
+                await self._launcher.create(launch, _launch_spec(spec, image, launch, network))
+                handle.state["pid"] = pid = await launch.until(launch.forked)
+                if network is not None:
+                    await asyncio.to_thread(self._network.attach, handle.slot, pid)
+                    await self._launcher.go(launch)
+                await launch.until(launch.listening)
+                greeting = asyncio.ensure_future(self._greet(handle, spec, image))
+                try:
+                    await launch.until(greeting)
+                finally:
+                    greeting.cancel()
+        except TimeoutError:
+            what = f"no answer from the agent within {_AGENT_START_S:g} s"
+            raise StartFailed(EndReason.AGENT_DID_NOT_START, what, retryable=True) from None
 
-    def _start_failure(self, failure: dict[str, Any]) -> StartFailed:
-        reason = EndReason.RUNTIME_ERROR if failure.get("errno") else EndReason.AGENT_DID_NOT_START
-        return StartFailed(reason, failure["detail"], retryable=bool(failure.get("retryable")))
+    async def _greet(self, handle: LocalHandle, spec: SandboxSpec, image: ResolvedImage) -> None:
+        """Open the channel and tell the agent what its commands start from."""
+        channel = await self._connect(handle)
+        await channel.call(
+            "configure", env={**image.env, **spec.env},
+            working_dir=spec.working_dir or image.working_dir, user=spec.user or image.user,
+        )  # fmt: skip
 
     async def _connect(self, handle: LocalHandle) -> AgentProtocolChannel:
         """Open and authenticate the channel. The socket listens before the agent runs, so this waits for it."""
@@ -347,23 +213,20 @@ class LocalRuntime:
             )
         except OSError as error:
             raise AgentUnreachable(f"the agent of sandbox {sandbox_id} does not listen: {error}") from None
-        token = await self._token(sandbox_id)
-        await channel.call("hello", token=token)
+        try:
+            await channel.call("hello", token=self._token(sandbox_id))
+        except BaseException:
+            await channel.close()
+            raise
         handle.channel = channel
         return channel
 
-    async def _token(self, sandbox_id: str) -> str:
-        """The token that the sandbox wrote for us; it does so as its first act, a moment after the fork."""
-        for _ in range(2000):
-            fd = os.open(f"{sandbox_id}/token", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._sandboxes_fd)
-            try:
-                token = os.read(fd, 256)
-            finally:
-                os.close(fd)
-            if len(token) == 64:
-                return token.decode()
-            await asyncio.sleep(0.0005)
-        raise AgentUnreachable(f"sandbox {sandbox_id} wrote no token")
+    def _token(self, sandbox_id: str) -> str:
+        fd = os.open(f"{sandbox_id}/token", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._sandboxes_fd)
+        try:
+            return os.read(fd, 256).decode()
+        finally:
+            os.close(fd)
 
     # ------------------------------------------------------------------------------------------------ death
 
@@ -393,13 +256,8 @@ class LocalRuntime:
 
     async def _exit_known(self, handle: LocalHandle, patience_s: float = 1.0) -> None:
         """Let the zygote's word on the exit code come first; after its own death there is none."""
-        if handle.exit_code is None and self._control is not None and self._agent_gone(handle):
-            handle.exited = asyncio.Event()
-            try:
-                async with asyncio.timeout(patience_s):
-                    await handle.exited.wait()
-            except TimeoutError:
-                pass
+        if handle.launch is not None and self._launcher.alive and self._agent_gone(handle):
+            await asyncio.wait((handle.launch.exited,), timeout=patience_s)
 
     def _agent_gone(self, handle: LocalHandle) -> bool:
         return handle.exit_code is not None or self._cgroups.empty(handle.sandbox_id)
@@ -427,13 +285,15 @@ class LocalRuntime:
             if handle.channel is not None:
                 await handle.channel.close()
         peak = self._cgroups.peak_memory_bytes(sandbox_id)
-        log = tuple(_log_tail(self._state_dir / "sandboxes" / sandbox_id / "agent.log"))
+        log = tuple(log_tail(self._state_dir / "sandboxes" / sandbox_id / "agent.log"))
         self._cgroups.kill(sandbox_id)
         await self._gone(sandbox_id)
         if handle is not None and handle.state.get("network"):
             await asyncio.to_thread(self._network.detach, handle.slot)
         await self._remove_files(sandbox_id)
         if self._handles.pop(sandbox_id, None) is not None and handle is not None:
+            if handle.launch is not None:
+                self._launcher.forget(handle.launch)
             self._slots.give_back(handle.slot)
         return Postmortem(reason, message, handle.exit_code if handle else None, peak, log)
 
@@ -449,12 +309,12 @@ class LocalRuntime:
 
     async def _remove_files(self, sandbox_id: str) -> None:
         path = self._state_dir / "sandboxes" / sandbox_id
-        if not path.exists() or _nearly_empty(path):
+        if not path.exists() or nearly_empty(path):
             # The common case is a handful of system calls: a thread would cost more than it saves.
-            _remove_tree(path)
+            remove_tree(path)
             self._cgroups.remove(sandbox_id)
         else:
-            await asyncio.to_thread(_remove_tree, path)
+            await asyncio.to_thread(remove_tree, path)
             await asyncio.to_thread(self._cgroups.remove, sandbox_id)
 
     # ------------------------------------------------------------------------------------------- adoption
@@ -520,7 +380,7 @@ class LocalRuntime:
             header, _ = await (await self.channel(sandbox_id)).call("statvfs")
             used = header["total_bytes"] - header["free_bytes"]
         else:
-            used = await asyncio.to_thread(_tree_bytes, self._state_dir / "sandboxes" / sandbox_id)
+            used = await asyncio.to_thread(tree_bytes, self._state_dir / "sandboxes" / sandbox_id)
         return Usage(**usage, disk_bytes=used, disk_limit_bytes=limit)
 
     async def agent_log(self, sandbox_id: str) -> list[str]:
@@ -529,7 +389,7 @@ class LocalRuntime:
 
     async def resources(self) -> dict[str, Any]:
         disk = shutil.disk_usage(self._state_dir)
-        memory = _meminfo()
+        memory = meminfo()
         return {
             "cpu_cores": float(len(os.sched_getaffinity(0))),
             "memory_bytes": memory.get("MemTotal", 0),
@@ -552,59 +412,25 @@ class LocalRuntime:
         return lines
 
 
-def _log_tail(path: Path, lines: int = 50) -> list[str]:
-    try:
-        return path.read_text(errors="replace").splitlines()[-lines:]
-    except OSError:
-        return []
+def _launch_spec(
+    spec: SandboxSpec, image: ResolvedImage, launch: Launch, network: NetworkSpec | None
+) -> LaunchSpec:
+    return LaunchSpec(
+        sandbox_id=spec.sandbox_id, slot=launch.slot,
+        layers=[str(layer) for layer in image.layers],
+        mounts=[(mount.target, [str(layer) for layer in mount.layers], mount.read_only) for mount in image.mounts],
+        image_ref=spec.image, image_digest=image.digest, cpu_cores=spec.cpu_cores,
+        memory_bytes=spec.memory_bytes, disk_bytes=spec.disk_bytes, pids=spec.pids, network=network,
+    )  # fmt: skip
 
 
-def _meminfo() -> dict[str, int]:
-    found = {}
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        found[name] = int(rest.split()[0]) * 1024
-    return found
-
-
-def _nearly_empty(path: Path, limit: int = 24) -> bool:
-    """Whether a tree holds only a few entries."""
-    count = 0
-    stack = [str(path)]
-    while stack:
-        try:
-            with os.scandir(stack.pop()) as entries:
-                for entry in entries:
-                    count += 1
-                    if count > limit:
-                        return False
-                    if entry.is_dir(follow_symlinks=False):
-                        stack.append(entry.path)
-        except PermissionError:
-            continue
-    return True
-
-
-def _remove_tree(path: Path) -> None:
-    """Remove a sandbox's directory, if it is there."""
-    try:
-        shutil.rmtree(path)
-    except FileNotFoundError:
+async def _kill_newborn(launch: Launch) -> None:
+    """End a launch by its pid: it may not be in its control group yet."""
+    pid = launch.pid
+    if pid is None or launch.exited.done():
         return
-
-
-def _tree_bytes(path: Path) -> int:
-    """Disk use of a tree, as `du` counts."""
-    total = 0
-    stack = [str(path)]
-    while stack:
-        try:
-            with os.scandir(stack.pop()) as entries:
-                for entry in entries:
-                    info = entry.stat(follow_symlinks=False)
-                    total += info.st_blocks * 512
-                    if entry.is_dir(follow_symlinks=False):
-                        stack.append(entry.path)
-        except (FileNotFoundError, PermissionError):
-            continue
-    return total
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    await asyncio.wait((launch.exited,), timeout=_DEATH_PATIENCE_S)

@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import json
 import os
 import resource
+import signal
 import socket
 import struct
 
 from orchard.env.agent import syscalls
+from orchard.env.agent.containment import CgroupContainment
 from orchard.env.agent.server import Agent
-from orchard.env.runtimes.local import kernel
+from orchard.env.runtimes.local import kernel, seccomp
 
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
 if TYPE_CHECKING:
-    from orchard.env.agent.containment import CgroupContainment
+    from typing import Any
+
+    from orchard.env.runtimes.local.cgroups import Cgroups
     from orchard.env.runtimes.local.spec import LaunchSpec, NetworkSpec
 
 KEPT_CAPABILITIES = frozenset((
@@ -35,32 +40,117 @@ _SIOCSIFFLAGS, _SIOCSIFADDR, _SIOCSIFNETMASK, _SIOCADDRT = 0x8914, 0x8916, 0x891
 _IFF_UP_RUNNING = 0x41
 
 
-class Birth:
-    """Descriptors and paths that the zygote hands to a newborn.
+class Nursery:
+    """What the zygote has ready for every newborn.
 
-    scratch: the private tmpfs with mount points (`root`, `l0`…, `dev`, `disk`). control_fd: where a failure is
-    told to the service. go_fd: a byte arrives when the network interface is there, or -1.
+    scratch: the private tmpfs with mount points (`root`, `l0`…, `dev`, `disk`). v1_home_fds: `cgroup.procs` of
+    the agents' own group, by version 1 controller. control: where events are told to the service. lock_fd: held
+    until the newborn can be found by its names.
     """
 
-    def __init__(
-        self, *, spec: LaunchSpec, home: str, scratch: str, userns_fd: int, listener_fd: int, null_fd: int,
-        token_fd: int, log_fd: int, containment: CgroupContainment, seccomp: bytes, last_capability: int,
-        control_fd: int, go_fd: int = -1,
-    ) -> None:  # fmt: skip
+    def __init__(self, state_dir: str, cgroups: Cgroups, control: socket.socket, lock_fd: int) -> None:
+        self.state_dir = state_dir
+        self.scratch = f"{state_dir}/mnt"
+        self.cgroups = cgroups
+        self.control = control
+        self.lock_fd = lock_fd
+        self.seccomp = seccomp.build()
+        self.last_capability = kernel.last_capability()
+        self.null_fd = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        self.v1_home_fds = {
+            name: os.open(f"{cgroups.own_v1(root)}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
+            for name, root in cgroups.v1.items()
+        }
+
+    def tell(self, event: str, launch: int, **facts: Any) -> None:
+        """One event about a launch, to the service. SystemExit when that is gone; its next one has its own zygote."""
+        try:
+            self.control.send(json.dumps({"event": event, "launch": launch, **facts}).encode())
+        except ConnectionError:
+            raise SystemExit(0) from None
+
+    def tell_failure(self, launch: int, error: BaseException) -> None:
+        self.tell(
+            "failed", launch, detail=f"{type(error).__name__}: {error}", errno=getattr(error, "errno", None)
+        )
+
+
+class Birth:
+    """One newborn: what it was asked to be, and what it holds on the way there.
+
+    go_fd: a byte arrives when the network interface is there, or -1.
+    """
+
+    def __init__(self, nursery: Nursery, launch: int, spec: LaunchSpec, userns_fd: int, go_fd: int) -> None:
+        self.nursery = nursery
+        self.scratch = nursery.scratch
+        self.launch = launch
         self.spec = spec
-        self.scratch = scratch
-        self.home = home
-        self.home_link = self.scratch_link = ""
         self.userns_fd = userns_fd
-        self.listener_fd = listener_fd
-        self.null_fd = null_fd
-        self.token_fd = token_fd
-        self.log_fd = log_fd
-        self.containment = containment
-        self.seccomp = seccomp
-        self.last_capability = last_capability
-        self.control_fd = control_fd
         self.go_fd = go_fd
+        self.home = f"{nursery.state_dir}/sandboxes/{spec.sandbox_id}"
+        self.home_link = self.scratch_link = ""
+
+    def close_foreign_descriptors(self) -> None:
+        """Keep what this sandbox needs of the zygote's descriptors, and no standard streams of the machine."""
+        nursery = self.nursery
+        for standard in range(3):
+            os.dup2(nursery.null_fd, standard)
+        keep = {0, 1, 2, nursery.null_fd, nursery.lock_fd, nursery.control.fileno(), self.userns_fd}
+        keep.update(nursery.v1_home_fds.values())
+        if self.go_fd >= 0:
+            keep.add(self.go_fd)
+        last = -1
+        for fd in sorted(keep):
+            if fd > last + 1:
+                syscalls.close_range(last + 1, fd - 1)
+            last = fd
+        syscalls.close_range(last + 1)
+        signal.set_wakeup_fd(-1)
+
+    def settle(self) -> None:
+        """Take the names by which the service finds this sandbox: its directory and its control groups."""
+        nursery, spec = self.nursery, self.spec
+        os.mkdir(self.home, 0o700)
+        with open(f"{self.home}/image.json", "w") as file:
+            json.dump({"ref": spec.image_ref, "digest": spec.image_digest}, file)
+        nursery.cgroups.create(spec)
+        _write(f"{nursery.cgroups.home_path(spec.sandbox_id)}/cgroup.procs", "0")
+        # Its own group is the root of what it sees from here on.
+        kernel.unshare(kernel.CLONE_NEWCGROUP)
+        os.close(nursery.lock_fd)
+
+    def containment(self) -> CgroupContainment:
+        cgroups, sandbox_id = self.nursery.cgroups, self.spec.sandbox_id
+        oom_file = cgroups.oom_file(sandbox_id)
+        return CgroupContainment(
+            box_fd=os.open(f"{cgroups.v2}/{sandbox_id}/box", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC),
+            home_fd=os.open(f"{cgroups.home_path(sandbox_id)}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC),
+            limit_fds=[
+                (
+                    os.open(f"{path}/{sandbox_id}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC),
+                    self.nursery.v1_home_fds[name],
+                )
+                for name, path in cgroups.v1.items()
+            ],
+            oom_fd=os.open(oom_file, os.O_RDONLY | os.O_CLOEXEC) if oom_file else -1,
+        )
+
+    def listen(self) -> tuple[socket.socket, str, int]:
+        """The agent's socket, its token and its log, where the service finds them."""
+        token = os.urandom(32).hex()
+        create = os.O_CREAT | os.O_CLOEXEC
+        token_fd = os.open(f"{self.home}/token", os.O_WRONLY | os.O_EXCL | create, 0o600)
+        os.write(token_fd, token.encode())
+        os.close(token_fd)
+        log_fd = os.open(f"{self.home}/agent.log", os.O_RDWR | os.O_APPEND | create, 0o600)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        # By a relative name, since socket addresses end at 107 bytes.
+        os.chdir(self.home)
+        listener.bind("agent.sock")
+        listener.listen(64)
+        os.chdir("/")
+        return listener, token, log_fd
 
 
 def _shifted(birth: Birth, layer: str, attributes: int = 0) -> int:
@@ -141,6 +231,7 @@ def build_tree(birth: Birth) -> None:
     nosuid = kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV | kernel.MOUNT_ATTR_NOEXEC
     proc = _mount_point(root, "proc")
     _attach(kernel.new_mount("proc", [], nosuid), proc)
+    _set_network_sysctls(f"{proc}/sys/net", spec.network)
     sysctl = kernel.open_tree(f"{proc}/sys")
     kernel.mount_setattr(sysctl, kernel.MOUNT_ATTR_RDONLY | nosuid)
     _attach(sysctl, f"{proc}/sys")
@@ -174,6 +265,16 @@ def build_tree(birth: Birth) -> None:
         os.close(fd)
 
 
+def _set_network_sysctls(net: str, network: NetworkSpec | None) -> None:
+    """Low ports and ping for everyone, no IPv6 on eth0. `net` lies in the sandbox's own /proc: in the machine's,
+    one name has an entry for every network namespace, and looking it up takes time in their number."""
+    # The namespace belongs to the machine: capabilities inside do not count for ports below 1024.
+    _write(f"{net}/ipv4/ip_unprivileged_port_start", "0")
+    _write(f"{net}/ipv4/ping_group_range", "0 2147483647")
+    if network is not None and os.path.exists(f"{net}/ipv6/conf/eth0/disable_ipv6"):
+        _write(f"{net}/ipv6/conf/eth0/disable_ipv6", "1")
+
+
 def _write(path: str, text: str) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
@@ -188,17 +289,12 @@ def _address(text: str) -> bytes:
 
 
 def bring_up_network(network: NetworkSpec | None) -> None:
-    """Loopback, low ports and ping for everyone; with `network` also eth0 and the default route."""
+    """Loopback; with `network` also eth0 and the default route."""
     sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     try:
         fcntl.ioctl(sock.fileno(), _SIOCSIFFLAGS, struct.pack("=16sH22x", b"lo", _IFF_UP_RUNNING))
-        # The namespace belongs to the machine: capabilities inside do not count for ports below 1024.
-        _write("/proc/sys/net/ipv4/ip_unprivileged_port_start", "0")
-        _write("/proc/sys/net/ipv4/ping_group_range", "0 2147483647")
         if network is None:
             return
-        if os.path.exists("/proc/sys/net/ipv6/conf/eth0/disable_ipv6"):
-            _write("/proc/sys/net/ipv6/conf/eth0/disable_ipv6", "1")
         mask = (0xFFFFFFFF << (32 - network.prefix_len)) & 0xFFFFFFFF
         dotted = ".".join(str(mask >> shift & 255) for shift in (24, 16, 8, 0))
         fcntl.ioctl(sock.fileno(), _SIOCSIFADDR, struct.pack("=16s16s8x", b"eth0", _address(network.address)))
@@ -243,10 +339,12 @@ def _etc(name: str, text: str, *, replace: bool) -> None:
 
 def become_agent(birth: Birth) -> None:
     """The whole way from a newborn process to the serving agent. Raises OSError on the way; never returns."""
-    spec = birth.spec
-    token = os.urandom(32).hex()
-    os.write(birth.token_fd, token.encode())
-    os.close(birth.token_fd)
+    spec, nursery = birth.spec, birth.nursery
+    birth.close_foreign_descriptors()
+    birth.settle()
+    containment = birth.containment()
+    listener, token, log_fd = birth.listen()
+    nursery.tell("listening", birth.launch)
     kernel.sethostname(spec.sandbox_id)
     if birth.go_fd >= 0:
         if os.read(birth.go_fd, 1) != b"1":
@@ -255,19 +353,25 @@ def become_agent(birth: Birth) -> None:
     bring_up_network(spec.network)
     build_tree(birth)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    kernel.setns(birth.userns_fd, kernel.CLONE_NEWUSER)
-    os.close(birth.userns_fd)
+    enter_user_namespace(birth.userns_fd)
+    _etc_files(spec)
+    kernel.limit_capabilities(KEPT_CAPABILITIES, nursery.last_capability)
+    syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
+    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
+    kernel.install_seccomp(nursery.seccomp)
+    os.close(nursery.control.detach())
+    # What was there before the birth is frozen; what an agent makes has few cycles.
+    gc.set_threshold(20_000, 20, 100)
+    gc.enable()
+    Agent(listener, token, containment, nursery.null_fd, log_fd).run()
+
+
+def enter_user_namespace(userns_fd: int) -> None:
+    """From here on root is the sandbox's root."""
+    kernel.setns(userns_fd, kernel.CLONE_NEWUSER)
+    os.close(userns_fd)
     os.setgroups([])
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
     os.umask(0o022)
     os.setsid()
-    _etc_files(spec)
-    kernel.limit_capabilities(KEPT_CAPABILITIES, birth.last_capability)
-    syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
-    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
-    kernel.install_seccomp(birth.seccomp)
-    listener = socket.socket(fileno=birth.listener_fd)
-    os.close(birth.control_fd)
-    gc.enable()
-    Agent(listener, token, birth.containment, birth.null_fd, birth.log_fd).run()

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import struct
+
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
 if TYPE_CHECKING:
     from typing import Any
+
+#: Head of a request to the zygote: b"C" create (followed by the JSON of a `LaunchSpec`) or b"G" go (the network
+#: interface is there); the number of the launch, its slot, whether it has a network. Fixed, so that the zygote
+#: itself need not parse JSON.
+REQUEST = struct.Struct("<cII?")
 
 #: First host uid of the sandboxes' ranges, and the size of each: slot n owns 65,536 ids of its own.
 FIRST_UID = 0x10000000
@@ -33,22 +40,20 @@ class LaunchSpec:
     """One sandbox. layers: directories of the root, topmost first. mounts: (target, layers, read_only) of
     further trees.
 
-    Sizes in bytes, cpu in cores; None is no limit. slot chooses the uid range. launch: a number
-    that the events about this start carry, so that one about an earlier sandbox of the same id is told apart.
+    Sizes in bytes, cpu in cores; None is no limit. slot chooses the uid range.
     """
 
     __slots__ = (
-        "cpu_cores", "disk_bytes", "image_digest", "image_ref", "launch", "layers", "memory_bytes", "mounts", "network",
+        "cpu_cores", "disk_bytes", "image_digest", "image_ref", "layers", "memory_bytes", "mounts", "network",
         "pids", "sandbox_id", "slot",
     )  # fmt: skip
 
     def __init__(
-        self, *, sandbox_id: str, launch: int, slot: int, layers: list[str], mounts: list[tuple[str, list[str], bool]],
+        self, *, sandbox_id: str, slot: int, layers: list[str], mounts: list[tuple[str, list[str], bool]],
         image_ref: str, image_digest: str, cpu_cores: float | None = None, memory_bytes: int | None = None,
         disk_bytes: int | None = None, pids: int | None = None, network: NetworkSpec | None = None,
     ) -> None:  # fmt: skip
         self.sandbox_id = sandbox_id
-        self.launch = launch
         self.slot = slot
         self.layers = layers
         self.mounts = mounts

@@ -27,16 +27,16 @@ import socket
 import stat
 import sys
 
-from orchard.env.agent import containment, server
-from orchard.env.agent.syscalls import PR_SET_NAME, close_range, prctl
-from orchard.env.runtimes.local import kernel, seccomp
+from orchard.env.agent import server
+from orchard.env.agent.syscalls import PR_SET_NAME, prctl
+from orchard.env.runtimes.local import kernel
 from orchard.env.runtimes.local.cgroups import Cgroups
-from orchard.env.runtimes.local.sandbox_init import Birth, become_agent
-from orchard.env.runtimes.local.spec import UIDS_PER_SANDBOX, LaunchSpec, base_uid
+from orchard.env.runtimes.local.sandbox_init import Birth, Nursery, become_agent
+from orchard.env.runtimes.local.spec import REQUEST, UIDS_PER_SANDBOX, LaunchSpec, base_uid
 
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
 if TYPE_CHECKING:
-    from typing import Any
+    pass
 
 _PRELOADED = (encodings.ascii, encodings.idna, encodings.latin_1, encodings.punycode, encodings.utf_8, server)
 _MAX_LAYERS = 128
@@ -44,8 +44,7 @@ _MAX_LAYERS = 128
 _PREPARED_USERNS = 32
 _KEPT_USERNS = 64
 _NAMESPACES = (
-    kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC
-    | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
+    kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 )  # fmt: skip
 _DEVICES = {
     "null": (1, 3),
@@ -115,23 +114,13 @@ class UserNamespaces:
 class Zygote:
     """See the module's docstring."""
 
-    def __init__(self, state_dir: str, instance: str, control: socket.socket) -> None:
-        self._state_dir = state_dir
-        self._control = control
-        self._cgroups = Cgroups.detect(instance)
-        self._cgroups.prepare()
+    def __init__(self, nursery: Nursery) -> None:
+        self._nursery = nursery
+        self._control = nursery.control
+        self._scratch = nursery.scratch
         self._userns = UserNamespaces()
-        self._children: dict[int, LaunchSpec] = {}
-        self._go_fds: dict[str, int] = {}
-        self._seccomp = seccomp.build()
-        self._last_capability = kernel.last_capability()
-        self._null_fd = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
-        self._scratch = f"{state_dir}/mnt"
-        self._home_fds = [
-            os.open(f"{self._cgroups.own_v1(root)}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
-            for root in self._cgroups.v1.values()
-        ]
-        self._v1_home = dict(zip(self._cgroups.v1, self._home_fds, strict=True))
+        self._launches: dict[int, int] = {}
+        self._go_fds: dict[int, int] = {}
 
     # --------------------------------------------------------------------------------------------- set-up
 
@@ -168,7 +157,7 @@ class Zygote:
         gc.collect()
         gc.freeze()
         gc.disable()
-        self._send({"event": "ready"})
+        self._nursery.tell("ready", 0)
         while True:
             idle = 0 if len(self._userns) < _PREPARED_USERNS else None
             ready = dict(poll.poll(idle))
@@ -180,40 +169,58 @@ class Zygote:
             if self._control.fileno() in ready and not self._request():
                 return
 
-    def _send(self, message: dict[str, Any]) -> None:
-        try:
-            self._control.send(json.dumps(message).encode())
-        except ConnectionError:
-            raise SystemExit(0) from None  # the service is gone; its next one has a zygote of its own
-
-    def _tell(self, event: str, spec: LaunchSpec, **facts: Any) -> None:
-        self._send({"event": event, "sandbox_id": spec.sandbox_id, "launch": spec.launch, **facts})
-
-    def _tell_failure(self, spec: LaunchSpec, error: BaseException) -> None:
-        detail = f"{type(error).__name__}: {error}"
-        self._tell("failed", spec, detail=detail, errno=getattr(error, "errno", None))
-
     def _request(self) -> bool:
+        """Serve one message; False when the service is gone."""
         try:
             data = self._control.recv(_MAX_MESSAGE)
         except ConnectionError:
             return False
         if not data:
             return False
-        message = json.loads(data)
-        if message["op"] == "create":
-            spec = LaunchSpec.from_wire(message["spec"])
+        kind, launch, slot, with_network = REQUEST.unpack_from(data)
+        if kind == b"C":
             try:
-                pid = self._launch(spec)
-                self._tell("forked", spec, pid=pid)
-            except Exception as error:
-                self._tell_failure(spec, error)
-        elif message["op"] == "go":
-            fd = self._go_fds.pop(message["sandbox_id"], -1)
+                self._launch(data, launch, slot, with_network)
+            except OSError as error:
+                self._nursery.tell_failure(launch, error)
+        elif kind == b"G":
+            fd = self._go_fds.pop(launch, -1)
             if fd >= 0:
                 os.write(fd, b"1")
                 os.close(fd)
         return True
+
+    def _launch(self, data: bytes, launch: int, slot: int, with_network: bool) -> None:
+        """Fork a sandbox. All other work is the newborn's own: after a fork, every page of memory that is touched
+        here is copied, and newborns work beside each other on all cores."""
+        userns_fd, kept = self._userns.get(slot)
+        go_read = go_write = -1
+        if with_network:
+            go_read, go_write = os.pipe2(os.O_CLOEXEC)
+        try:
+            pid = kernel.clone3(_NAMESPACES)
+            if pid == 0:
+                self._child(data, launch, userns_fd, go_read)
+            self._launches[pid] = launch
+            self._nursery.tell("forked", launch, pid=pid)
+        finally:
+            if not kept:
+                os.close(userns_fd)
+            if with_network:
+                os.close(go_read)
+                self._go_fds[launch] = go_write
+
+    def _child(self, data: bytes, launch: int, userns_fd: int, go_fd: int) -> None:
+        """In the newborn process: never returns."""
+        try:
+            spec = LaunchSpec.from_wire(json.loads(data[REQUEST.size :]))
+            become_agent(Birth(self._nursery, launch, spec, userns_fd, go_fd))
+        except BaseException as error:
+            try:
+                self._nursery.tell_failure(launch, error)
+            finally:
+                os._exit(70)
+        os._exit(0)
 
     def _reap(self) -> None:
         while True:
@@ -223,116 +230,12 @@ class Zygote:
                 return
             if pid == 0:
                 return
-            spec = self._children.pop(pid, None)
-            if spec is not None:
-                fd = self._go_fds.pop(spec.sandbox_id, -1)
+            launch = self._launches.pop(pid, None)
+            if launch is not None:
+                fd = self._go_fds.pop(launch, -1)
                 if fd >= 0:
                     os.close(fd)
-                code = os.waitstatus_to_exitcode(status)
-                self._tell("exit", spec, code=code)
-
-    # ------------------------------------------------------------------------------------------ launching
-
-    def _launch(self, spec: LaunchSpec) -> int:
-        """Fork the sandbox; its pid. On failure nothing is left but what the service's delete removes."""
-        home = f"{self._state_dir}/sandboxes/{spec.sandbox_id}"
-        os.mkdir(home, 0o700)
-        with open(f"{home}/image.json", "w") as file:
-            json.dump({"ref": spec.image_ref, "digest": spec.image_digest}, file)
-        self._cgroups.create(spec)
-        opened: list[int] = []
-        try:
-            birth = self._birth(spec, home, opened)
-            cgroup_fd = os.open(self._cgroups.home_path(spec.sandbox_id), os.O_RDONLY | os.O_CLOEXEC)
-            opened.append(cgroup_fd)
-            go_read = -1
-            if spec.network is not None:
-                go_read, go_write = os.pipe2(os.O_CLOEXEC)
-                opened.append(go_read)
-                birth.go_fd = go_read
-                self._go_fds[spec.sandbox_id] = go_write
-            pid = kernel.clone3(_NAMESPACES, cgroup_fd)
-            if pid == 0:
-                self._child(birth)
-            self._children[pid] = spec
-            return pid
-        finally:
-            for fd in opened:
-                os.close(fd)
-
-    def _birth(self, spec: LaunchSpec, home: str, opened: list[int]) -> Birth:
-        def opening(path: str, flags: int, mode: int = 0o600) -> int:
-            fd = os.open(path, flags | os.O_CLOEXEC, mode)
-            opened.append(fd)
-            return fd
-
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        opened.append(listener.detach())
-        listener_fd = opened[-1]
-        self._bind(listener_fd, home)
-        v2_home = self._cgroups.home_path(spec.sandbox_id)
-        oom_file = self._cgroups.oom_file(spec.sandbox_id)
-        pairs = [
-            (opening(f"{path}/{spec.sandbox_id}/cgroup.procs", os.O_WRONLY), self._v1_home[name])
-            for name, path in self._cgroups.v1.items()
-            if os.path.isdir(f"{path}/{spec.sandbox_id}")
-        ]
-        held = containment.CgroupContainment(
-            box_fd=opening(f"{self._cgroups.v2}/{spec.sandbox_id}/box", os.O_RDONLY | os.O_DIRECTORY),
-            home_fd=opening(f"{v2_home}/cgroup.procs", os.O_WRONLY),
-            limit_fds=pairs,
-            oom_fd=opening(oom_file, os.O_RDONLY) if oom_file else -1,
-        )
-        userns_fd, kept = self._userns.get(spec.slot)
-        if not kept:
-            opened.append(userns_fd)
-        return Birth(
-            spec=spec, home=home, scratch=self._scratch, userns_fd=userns_fd,
-            listener_fd=listener_fd, null_fd=self._null_fd, control_fd=self._control.fileno(),
-            token_fd=opening(f"{home}/token", os.O_WRONLY | os.O_CREAT | os.O_EXCL),
-            log_fd=opening(f"{home}/agent.log", os.O_RDWR | os.O_CREAT | os.O_APPEND),
-            containment=held, seccomp=self._seccomp, last_capability=self._last_capability,
-        )  # fmt: skip
-
-    def _bind(self, listener_fd: int, home: str) -> None:
-        """Listen on `home`/agent.sock; by a relative name, since socket addresses end at 107 bytes."""
-        sock = socket.socket(fileno=listener_fd)
-        try:
-            os.chdir(home)
-            sock.bind("agent.sock")
-            sock.listen(64)
-        finally:
-            os.chdir("/")
-            sock.detach()
-
-    def _child(self, birth: Birth) -> None:
-        """In the newborn process: never returns."""
-        try:
-            self._keep_only(birth)
-            become_agent(birth)
-        except BaseException as error:
-            try:
-                self._tell_failure(birth.spec, error)
-            finally:
-                os._exit(70)
-        os._exit(0)
-
-    def _keep_only(self, birth: Birth) -> None:
-        """Close every descriptor that is not this sandbox's; the control socket goes when the agent runs."""
-        held = birth.containment
-        for standard in range(3):
-            os.dup2(birth.null_fd, standard)
-        keep = {0, 1, 2, birth.userns_fd, birth.listener_fd, birth.null_fd, birth.token_fd, birth.log_fd, held.box_fd,
-                held.home_fd, held.oom_fd, birth.go_fd, birth.control_fd}  # fmt: skip
-        keep.update(fd for pair in held.limit_fds for fd in pair)
-        keep.discard(-1)
-        last = -1
-        for fd in sorted(keep):
-            if fd > last + 1:
-                close_range(last + 1, fd - 1)
-            last = fd
-        close_range(last + 1, 0xFFFFFFFF)
-        signal.set_wakeup_fd(-1)
+                self._nursery.tell("exit", launch, code=os.waitstatus_to_exitcode(status))
 
 
 def close_imports() -> None:
@@ -363,8 +266,10 @@ def main() -> None:
     # be seen when our service looks for leftovers.
     lock_fd = os.open(f"{options['state_dir']}/zygote.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock_fd, fcntl.LOCK_EX)
-    zygote = Zygote(options["state_dir"], options["instance"], control)
+    cgroups = Cgroups.detect(options["instance"])
+    zygote = Zygote(Nursery(options["state_dir"], cgroups, control, lock_fd))
     try:
+        cgroups.prepare()
         zygote.prepare_mounts()
     except OSError as error:
         control.send(

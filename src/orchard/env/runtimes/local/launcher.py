@@ -1,0 +1,210 @@
+"""The service's side of the zygote: the process, and what it tells of each launch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+from pathlib import Path
+from typing import Any, TypeVar
+
+from orchard.env.contract import EndReason
+from orchard.env.errors import RuntimeRefused
+from orchard.env.runtimes.base import StartFailed
+from orchard.env.runtimes.local.spec import REQUEST, LaunchSpec
+
+_ZYGOTE_START_S = 30.0
+_LAST_WORD_S = 1.0
+_MAX_MESSAGE = 1 << 16
+_T = TypeVar("_T")
+
+
+class Launch:
+    """One sandbox on its way: what the zygote and the newborn have told so far.
+
+    forked: its pid. listening: its socket is there. failed: `{detail, errno?, retryable?}`. exited: the exit code
+    of its agent, or minus the signal.
+    """
+
+    def __init__(self, number: int, slot: int) -> None:
+        loop = asyncio.get_running_loop()
+        self.number = number
+        self.slot = slot
+        self.asked = False
+        self.forked: asyncio.Future[int] = loop.create_future()
+        self.listening: asyncio.Future[None] = loop.create_future()
+        self.failed: asyncio.Future[dict[str, Any]] = loop.create_future()
+        self.exited: asyncio.Future[int] = loop.create_future()
+
+    @property
+    def pid(self) -> int | None:
+        return self.forked.result() if self.forked.done() else None
+
+    async def until(self, wanted: asyncio.Future[_T]) -> _T:
+        """The result of `wanted`, unless the launch fails first. Raises `StartFailed`."""
+        await asyncio.wait((wanted, self.failed), return_when=asyncio.FIRST_COMPLETED)
+        if wanted.done() and not wanted.cancelled() and wanted.exception() is None:
+            return wanted.result()
+        if not self.failed.done():
+            # A broken channel: the newborn's own word on it, or its exit, comes in a moment.
+            await asyncio.wait((self.failed,), timeout=_LAST_WORD_S)
+        if self.failed.done():
+            raise self.failure()
+        return wanted.result()
+
+    def failure(self) -> StartFailed:
+        facts = self.failed.result()
+        reason = EndReason.RUNTIME_ERROR if facts.get("errno") else EndReason.AGENT_DID_NOT_START
+        return StartFailed(reason, facts["detail"], retryable=bool(facts.get("retryable")))
+
+    def tell(self, event: str, message: dict[str, Any]) -> None:
+        if event == "exit":
+            if not self.exited.done():
+                self.exited.set_result(message["code"])
+            event, message = "failed", {"detail": f"the agent exited with {message['code']} while starting"}
+        if event == "forked" and not self.forked.done():
+            self.forked.set_result(message["pid"])
+        elif event == "listening" and not self.listening.done():
+            self.listening.set_result(None)
+        elif event == "failed" and not self.failed.done():
+            self.failed.set_result(message)
+
+
+class Launcher:
+    """Keeps one zygote alive and asks it for sandboxes."""
+
+    def __init__(self, state_dir: Path, instance: str) -> None:
+        self._state_dir = state_dir
+        self._instance = instance
+        self._process: asyncio.subprocess.Process | None = None
+        self._control: socket.socket | None = None
+        self._ready: asyncio.Future[None] | None = None
+        self._launches: dict[int, Launch] = {}
+        self._count = 0
+        self._closing = False
+        self._starting = asyncio.Lock()
+
+    @property
+    def alive(self) -> bool:
+        return self._control is not None
+
+    @property
+    def process(self) -> asyncio.subprocess.Process | None:
+        return self._process
+
+    async def start(self) -> None:
+        """Start the zygote and wait until it is ready. Raises `RuntimeRefused` with what the machine lacks."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        loop = asyncio.get_running_loop()
+        self._control = ours
+        self._ready = loop.create_future()
+        options = {
+            "state_dir": str(self._state_dir),
+            "instance": self._instance,
+            "control_fd": theirs.fileno(),
+        }
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-I", "-S", str(Path(__file__).with_name("zygote_main.py")), json.dumps(options),
+                stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()], env={}, cwd="/", start_new_session=True,
+            )  # fmt: skip
+        finally:
+            theirs.close()
+        loop.add_reader(ours.fileno(), self._on_control, ours)
+        try:
+            async with asyncio.timeout(_ZYGOTE_START_S):
+                await self._ready
+        except TimeoutError:
+            raise RuntimeRefused(
+                f"the sandbox launcher was not ready within {_ZYGOTE_START_S:g} s; is this state directory in use?"
+            ) from None
+
+    async def close(self) -> None:
+        """End the zygote; sandboxes go on without it."""
+        self._closing = True
+        self._drop_control()
+        if self._process is not None:
+            await self._process.wait()
+
+    def next_launch(self, slot: int) -> Launch:
+        self._count += 1
+        launch = Launch(self._count, slot)
+        self._launches[launch.number] = launch
+        return launch
+
+    def forget(self, launch: Launch) -> None:
+        self._launches.pop(launch.number, None)
+
+    async def create(self, launch: Launch, spec: LaunchSpec) -> None:
+        """Ask for a sandbox; what becomes of it is told to `launch`."""
+        head = REQUEST.pack(b"C", launch.number, launch.slot, spec.network is not None)
+        await self._send(head + json.dumps(spec.to_wire()).encode())
+
+    async def go(self, launch: Launch) -> None:
+        """The network interface of a launch is there."""
+        await self._send(REQUEST.pack(b"G", launch.number, launch.slot, True))
+
+    async def _send(self, message: bytes) -> None:
+        async with self._starting:
+            if self._control is None:
+                if self._closing:
+                    raise StartFailed(EndReason.RUNTIME_ERROR, "the service is shutting down", retryable=True)
+                await self.start()
+        assert self._control is not None
+        try:
+            await asyncio.get_running_loop().sock_sendall(self._control, message)
+        except OSError as error:
+            raise StartFailed(
+                EndReason.RUNTIME_ERROR, f"the sandbox launcher is gone: {error}", retryable=True
+            ) from None
+
+    def _on_control(self, control: socket.socket) -> None:
+        while True:
+            try:
+                data = control.recv(_MAX_MESSAGE)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._lost()
+                return
+            self._on_message(json.loads(data))
+
+    def _on_message(self, message: dict[str, Any]) -> None:
+        event = message["event"]
+        if event in ("ready", "refused"):
+            ready = self._ready
+            if ready is None or ready.done():
+                return
+            if event == "ready":
+                ready.set_result(None)
+            else:
+                detail = f"this machine does not allow sandboxes: {message['detail']}; see `orchard doctor`"
+                ready.set_exception(RuntimeRefused(detail))
+            return
+        launch = self._launches.get(message["launch"])
+        if launch is not None:
+            launch.tell(event, message)
+            if event == "exit":
+                self.forget(launch)
+
+    def _lost(self) -> None:
+        """The zygote ended: creations in flight fail and may be tried again; the rest is unharmed."""
+        self._drop_control()
+        ready = self._ready
+        if ready is not None and not ready.done():
+            detail = "the sandbox launcher ended while starting; its error is in the log above"
+            ready.set_exception(RuntimeRefused(detail))
+        launches, self._launches = self._launches, {}
+        for launch in launches.values():
+            launch.tell("failed", {"detail": "the sandbox launcher ended", "retryable": True})
+
+    def _drop_control(self) -> None:
+        if self._control is not None:
+            asyncio.get_running_loop().remove_reader(self._control.fileno())
+            self._control.close()
+            self._control = None
