@@ -49,6 +49,7 @@ _MOUNT_ATTR_IDMAP = 0x00100000
 
 MS_REC = 0x4000
 MS_PRIVATE = 1 << 18
+MS_SLAVE = 1 << 19
 MNT_DETACH = 2
 
 CAP_NAMES = (  # in the order of their numbers

@@ -20,13 +20,14 @@ from orchard.env.agent import syscalls
 from orchard.env.agent.containment import CgroupContainment
 from orchard.env.agent.server import Agent
 from orchard.env.runtimes.local import kernel, seccomp
+from orchard.env.runtimes.local.spec import REQUEST, LaunchSpec
 
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
 if TYPE_CHECKING:
     from typing import Any
 
     from orchard.env.runtimes.local.cgroups import Cgroups
-    from orchard.env.runtimes.local.spec import LaunchSpec, NetworkSpec
+    from orchard.env.runtimes.local.spec import NetworkSpec
 
 KEPT_CAPABILITIES = frozenset((
     "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP", "NET_BIND_SERVICE",
@@ -34,6 +35,7 @@ KEPT_CAPABILITIES = frozenset((
 ))  # fmt: skip
 #: nosuid changes nothing that no_new_privs would not, but lets programs with file capabilities run, without them.
 _IMAGE_ATTRIBUTES = kernel.MOUNT_ATTR_NODEV | kernel.MOUNT_ATTR_NOSUID
+MAX_ORDER_BYTES = 1 << 20
 _SHM_BYTES = 1 << 30
 _DISK_INODES_PER_MIB = 64
 _SIOCSIFFLAGS, _SIOCSIFADDR, _SIOCSIFNETMASK, _SIOCADDRT = 0x8914, 0x8916, 0x891C, 0x890B
@@ -81,32 +83,14 @@ class Birth:
     go_fd: a byte arrives when the network interface is there, or -1.
     """
 
-    def __init__(self, nursery: Nursery, launch: int, spec: LaunchSpec, userns_fd: int, go_fd: int) -> None:
+    def __init__(self, nursery: Nursery, spec: LaunchSpec, userns_fd: int, go_fd: int) -> None:
         self.nursery = nursery
         self.scratch = nursery.scratch
-        self.launch = launch
         self.spec = spec
         self.userns_fd = userns_fd
         self.go_fd = go_fd
         self.home = f"{nursery.state_dir}/sandboxes/{spec.sandbox_id}"
         self.home_link = self.scratch_link = ""
-
-    def close_foreign_descriptors(self) -> None:
-        """Keep what this sandbox needs of the zygote's descriptors, and no standard streams of the machine."""
-        nursery = self.nursery
-        for standard in range(3):
-            os.dup2(nursery.null_fd, standard)
-        keep = {0, 1, 2, nursery.null_fd, nursery.lock_fd, nursery.control.fileno(), self.userns_fd}
-        keep.update(nursery.v1_home_fds.values())
-        if self.go_fd >= 0:
-            keep.add(self.go_fd)
-        last = -1
-        for fd in sorted(keep):
-            if fd > last + 1:
-                syscalls.close_range(last + 1, fd - 1)
-            last = fd
-        syscalls.close_range(last + 1)
-        signal.set_wakeup_fd(-1)
 
     def settle(self) -> None:
         """Take the names by which the service finds this sandbox: its directory and its control groups."""
@@ -288,24 +272,24 @@ def _address(text: str) -> bytes:
     return struct.pack("=HH4s8x", socket.AF_INET, 0, bytes(int(part) for part in text.split(".")))
 
 
-def bring_up_network(network: NetworkSpec | None) -> None:
-    """Loopback; with `network` also eth0 and the default route."""
-    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    try:
+def bring_up_loopback() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         fcntl.ioctl(sock.fileno(), _SIOCSIFFLAGS, struct.pack("=16sH22x", b"lo", _IFF_UP_RUNNING))
-        if network is None:
-            return
-        mask = (0xFFFFFFFF << (32 - network.prefix_len)) & 0xFFFFFFFF
-        dotted = ".".join(str(mask >> shift & 255) for shift in (24, 16, 8, 0))
-        fcntl.ioctl(sock.fileno(), _SIOCSIFADDR, struct.pack("=16s16s8x", b"eth0", _address(network.address)))
-        fcntl.ioctl(sock.fileno(), _SIOCSIFNETMASK, struct.pack("=16s16s8x", b"eth0", _address(dotted)))
-        fcntl.ioctl(sock.fileno(), _SIOCSIFFLAGS, struct.pack("=16sH22x", b"eth0", _IFF_UP_RUNNING))
-        any_address = _address("0.0.0.0")
+
+
+def bring_up_interface(network: NetworkSpec) -> None:
+    """Address and state of eth0, and the default route."""
+    mask = (0xFFFFFFFF << (32 - network.prefix_len)) & 0xFFFFFFFF
+    dotted = ".".join(str(mask >> shift & 255) for shift in (24, 16, 8, 0))
+    any_address = _address("0.0.0.0")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        fd = sock.fileno()
+        fcntl.ioctl(fd, _SIOCSIFADDR, struct.pack("=16s16s8x", b"eth0", _address(network.address)))
+        fcntl.ioctl(fd, _SIOCSIFNETMASK, struct.pack("=16s16s8x", b"eth0", _address(dotted)))
+        fcntl.ioctl(fd, _SIOCSIFFLAGS, struct.pack("=16sH22x", b"eth0", _IFF_UP_RUNNING))
         # struct rtentry: pad1, dst, gateway, genmask, flags (up | gateway), and fields that stay zero.
         route = struct.pack("=Q16s16s16sH", 0, any_address, _address(network.gateway), any_address, 0x3)
-        fcntl.ioctl(sock.fileno(), _SIOCADDRT, route.ljust(120, b"\0"))
-    finally:
-        sock.close()
+        fcntl.ioctl(fd, _SIOCADDRT, route.ljust(120, b"\0"))
 
 
 def _etc_files(spec: LaunchSpec) -> None:
@@ -337,20 +321,55 @@ def _etc(name: str, text: str, *, replace: bool) -> None:
     os.close(fd)
 
 
-def become_agent(birth: Birth) -> None:
+def be_born(nursery: Nursery, order: socket.socket) -> None:
+    """In a newly forked process: wait for the order, then become the sandbox that it asks for. Never returns."""
+    launch = 0
+    try:
+        keep_only(nursery, order.fileno())
+        bring_up_loopback()
+        data, fds, _, _ = socket.recv_fds(order, MAX_ORDER_BYTES, 2)
+        if not data:
+            os._exit(0)  # the zygote is gone
+        order.close()
+        _, launch, _, _ = REQUEST.unpack_from(data)
+        spec = LaunchSpec.from_wire(json.loads(data[REQUEST.size :]))
+        become_agent(Birth(nursery, spec, fds[0], fds[1] if len(fds) > 1 else -1), launch)
+    except BaseException as error:
+        try:
+            nursery.tell_failure(launch, error)
+        finally:
+            os._exit(70)
+    os._exit(0)
+
+
+def keep_only(nursery: Nursery, order_fd: int) -> None:
+    """Close the zygote's descriptors that are no business of a sandbox, the standard streams among them."""
+    for standard in range(3):
+        os.dup2(nursery.null_fd, standard)
+    keep = {0, 1, 2, nursery.null_fd, nursery.lock_fd, nursery.control.fileno(), order_fd}
+    keep.update(nursery.v1_home_fds.values())
+    last = -1
+    for fd in sorted(keep):
+        if fd > last + 1:
+            syscalls.close_range(last + 1, fd - 1)
+        last = fd
+    syscalls.close_range(last + 1)
+    signal.set_wakeup_fd(-1)
+
+
+def become_agent(birth: Birth, launch: int) -> None:
     """The whole way from a newborn process to the serving agent. Raises OSError on the way; never returns."""
     spec, nursery = birth.spec, birth.nursery
-    birth.close_foreign_descriptors()
     birth.settle()
     containment = birth.containment()
     listener, token, log_fd = birth.listen()
-    nursery.tell("listening", birth.launch)
+    nursery.tell("listening", launch)
     kernel.sethostname(spec.sandbox_id)
-    if birth.go_fd >= 0:
+    if spec.network is not None:
         if os.read(birth.go_fd, 1) != b"1":
             raise OSError("the network interface did not come up")
         os.close(birth.go_fd)
-    bring_up_network(spec.network)
+        bring_up_interface(spec.network)
     build_tree(birth)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     enter_user_namespace(birth.userns_fd)

@@ -26,13 +26,14 @@ import signal
 import socket
 import stat
 import sys
+from collections import deque
 
 from orchard.env.agent import server
 from orchard.env.agent.syscalls import PR_SET_NAME, prctl
 from orchard.env.runtimes.local import kernel
 from orchard.env.runtimes.local.cgroups import Cgroups
-from orchard.env.runtimes.local.sandbox_init import Birth, Nursery, become_agent
-from orchard.env.runtimes.local.spec import REQUEST, UIDS_PER_SANDBOX, LaunchSpec, base_uid
+from orchard.env.runtimes.local.sandbox_init import MAX_ORDER_BYTES, Nursery, be_born
+from orchard.env.runtimes.local.spec import REQUEST, UIDS_PER_SANDBOX, base_uid
 
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ _MAX_LAYERS = 128
 #: User namespaces made in idle moments, and how many are kept (every one is a descriptor to copy in each fork).
 _PREPARED_USERNS = 32
 _KEPT_USERNS = 64
+#: Processes forked ahead in idle moments, and the length of such a moment.
+_PREPARED_EMBRYOS = 4
+_IDLE_MS = 2
 _NAMESPACES = (
     kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 )  # fmt: skip
@@ -54,7 +58,6 @@ _DEVICES = {
     "urandom": (1, 9),
     "tty": (5, 0),
 }
-_MAX_MESSAGE = 1 << 20
 
 
 class UserNamespaces:
@@ -111,6 +114,16 @@ class UserNamespaces:
             os.waitpid(pid, 0)
 
 
+class Embryo:
+    """A forked process that waits for its order on the other end of `order`."""
+
+    __slots__ = ("order", "pid")
+
+    def __init__(self, pid: int, order: socket.socket) -> None:
+        self.pid = pid
+        self.order = order
+
+
 class Zygote:
     """See the module's docstring."""
 
@@ -119,15 +132,19 @@ class Zygote:
         self._control = nursery.control
         self._scratch = nursery.scratch
         self._userns = UserNamespaces()
+        self._embryos: deque[Embryo] = deque()
         self._launches: dict[int, int] = {}
         self._go_fds: dict[int, int] = {}
 
     # --------------------------------------------------------------------------------------------- set-up
 
     def prepare_mounts(self) -> None:
-        """A mount namespace of our own with a scratch tmpfs: mount points and the sandboxes' /dev."""
+        """A mount namespace of our own with a scratch tmpfs: mount points and the sandboxes' /dev.
+
+        What the machine mounts later (a disk that holds an image) comes in; nothing goes out.
+        """
         kernel.unshare(kernel.CLONE_NEWNS)
-        kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+        kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_SLAVE)
         os.makedirs(self._scratch, mode=0o700, exist_ok=True)
         kernel.mount("orchard", self._scratch, "tmpfs", 0, "mode=0700,size=1m")
         for name in ("root", "disk", "dev", *(f"l{n}" for n in range(_MAX_LAYERS))):
@@ -159,20 +176,29 @@ class Zygote:
         gc.disable()
         self._nursery.tell("ready", 0)
         while True:
-            idle = 0 if len(self._userns) < _PREPARED_USERNS else None
-            ready = dict(poll.poll(idle))
+            ready = dict(poll.poll(_IDLE_MS if self._unprepared() else None))
             if not ready:
-                self._userns.prepare_one()
+                self._prepare_one()
             if wake_read in ready:
                 os.read(wake_read, 4096)
                 self._reap()
             if self._control.fileno() in ready and not self._request():
                 return
 
+    def _unprepared(self) -> bool:
+        return len(self._embryos) < _PREPARED_EMBRYOS or len(self._userns) < _PREPARED_USERNS
+
+    def _prepare_one(self) -> None:
+        """Use an idle moment: a sandbox that is asked for later starts that much sooner."""
+        if len(self._embryos) < _PREPARED_EMBRYOS:
+            self._embryos.append(self._conceive())
+        else:
+            self._userns.prepare_one()
+
     def _request(self) -> bool:
         """Serve one message; False when the service is gone."""
         try:
-            data = self._control.recv(_MAX_MESSAGE)
+            data = self._control.recv(MAX_ORDER_BYTES)
         except ConnectionError:
             return False
         if not data:
@@ -191,36 +217,41 @@ class Zygote:
         return True
 
     def _launch(self, data: bytes, launch: int, slot: int, with_network: bool) -> None:
-        """Fork a sandbox. All other work is the newborn's own: after a fork, every page of memory that is touched
-        here is copied, and newborns work beside each other on all cores."""
+        """Hand the request to an embryo. All other work is the newborn's own: after a fork, every page of memory that
+        is touched here is copied, and newborns work beside each other on all cores."""
         userns_fd, kept = self._userns.get(slot)
-        go_read = go_write = -1
+        fds = [userns_fd]
         if with_network:
-            go_read, go_write = os.pipe2(os.O_CLOEXEC)
+            go_read, self._go_fds[launch] = os.pipe2(os.O_CLOEXEC)
+            fds.append(go_read)
         try:
-            pid = kernel.clone3(_NAMESPACES)
-            if pid == 0:
-                self._child(data, launch, userns_fd, go_read)
+            pid = self._hand_over(data, fds)
             self._launches[pid] = launch
             self._nursery.tell("forked", launch, pid=pid)
         finally:
-            if not kept:
-                os.close(userns_fd)
-            if with_network:
-                os.close(go_read)
-                self._go_fds[launch] = go_write
+            for fd in fds[kept:]:
+                os.close(fd)
 
-    def _child(self, data: bytes, launch: int, userns_fd: int, go_fd: int) -> None:
-        """In the newborn process: never returns."""
-        try:
-            spec = LaunchSpec.from_wire(json.loads(data[REQUEST.size :]))
-            become_agent(Birth(self._nursery, launch, spec, userns_fd, go_fd))
-        except BaseException as error:
+    def _hand_over(self, data: bytes, fds: list[int]) -> int:
+        """The pid of the embryo that took the request. One that was killed meanwhile is passed over."""
+        while True:
+            embryo = self._embryos.popleft() if self._embryos else self._conceive()
             try:
-                self._nursery.tell_failure(launch, error)
+                socket.send_fds(embryo.order, [data], fds)
+                return embryo.pid
+            except ConnectionError:
+                continue
             finally:
-                os._exit(70)
-        os._exit(0)
+                embryo.order.close()
+
+    def _conceive(self) -> Embryo:
+        """Fork a process in namespaces of its own that waits to be told which sandbox it is to be."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = kernel.clone3(_NAMESPACES)
+        if pid == 0:
+            be_born(self._nursery, theirs)
+        theirs.close()
+        return Embryo(pid, ours)
 
     def _reap(self) -> None:
         while True:
