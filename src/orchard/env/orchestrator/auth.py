@@ -66,7 +66,9 @@ class KeyRing:
                 raise SettingsError(f"the key hash of {principal.owner!r} must be sha256: and 64 hex digits")
             digest = bytes.fromhex(match[1])
             if digest in self._by_digest:
-                raise SettingsError(f"a key of {principal.owner!r} is listed twice; every key belongs to one tenant")
+                raise SettingsError(
+                    f"a key of {principal.owner!r} is listed twice; every key belongs to one tenant"
+                )
             self._by_digest[digest] = principal
         self.open = not self._by_digest
         self._anyone = Principal(DEFAULT_OWNER, Role.ADMIN)

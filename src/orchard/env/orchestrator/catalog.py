@@ -108,7 +108,9 @@ class Catalog:
 
     # ------------------------------------------------------------------------------------------ listing
 
-    def select(self, principal: Principal, labels: dict[str, str], statuses: set[SandboxStatus]) -> Iterator[Sandbox]:
+    def select(
+        self, principal: Principal, labels: dict[str, str], statuses: set[SandboxStatus]
+    ) -> Iterator[Sandbox]:
         """Those the caller may see, with all of the labels, in order of creation. Without statuses: the live ones."""
         groups: list[Iterable[Sandbox]] = [self.live.values()]
         if statuses - set(LIVE):
@@ -149,7 +151,9 @@ def parse_labels(pairs: Iterable[str]) -> dict[str, str]:
         if not equals or not name:
             raise InvalidRequest(f"label {pair!r:.100}: write it as name=value")
         if labels.setdefault(name, value) != value:
-            raise InvalidRequest(f"label {name!r:.100} is given twice with different values; nothing can match both")
+            raise InvalidRequest(
+                f"label {name!r:.100} is given twice with different values; nothing can match both"
+            )
     return labels
 
 

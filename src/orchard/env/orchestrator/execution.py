@@ -14,8 +14,6 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from pydantic_core import to_json
-
 from orchard.env.contract import (
     DEFAULT_MAX_OUTPUT_BYTES,
     EndReason,
@@ -35,7 +33,8 @@ from orchard.env.errors import (
 )
 from orchard.env.orchestrator.agents import Agents
 from orchard.env.orchestrator.jobtable import JobTable, LiveJob, exec_digest, finished_head, output_json
-from orchard.env.orchestrator.lifecycle import Lifecycle
+from orchard.env.orchestrator.lifecycle import Lifecycle, stopping
+from orchard.env.orchestrator.responses import json_bytes
 from orchard.env.orchestrator.sandbox import Sandbox
 from orchard.env.orchestrator.settings import ServiceSettings
 from orchard.env.orchestrator.stores.base import JobRecord, Store
@@ -95,9 +94,12 @@ class Execution:
 
     async def _admit(self, sandbox: Sandbox, body: ExecRequest) -> tuple[LiveJob | JobRecord, bool]:
         """The job of a request, and whether it is a new one that the caller has to run."""
-        if self._closing or len(self._table) >= self._settings.max_jobs:
-            what = "the service is stopping" if self._closing else f"{len(self._table)} commands are running already"
-            raise Overloaded(f"{what}; try again in a moment", retry_after_s=2.0)
+        if self._closing:
+            raise stopping("the command was not started")
+        if len(self._table) >= self._settings.max_jobs:
+            raise Overloaded(
+                f"{len(self._table)} commands are running already; try again in a moment", retry_after_s=2.0
+            )
         digest = exec_digest(body)
         if body.job_id is not None:
             known: LiveJob | JobRecord | None = self._table.live(sandbox.owner, body.job_id)
@@ -131,7 +133,9 @@ class Execution:
         arguments: dict[str, Any] = {
             "command": body.command,
             "timeout_s": timeout_s,
-            "max_output_bytes": DEFAULT_MAX_OUTPUT_BYTES if body.max_output_bytes is None else body.max_output_bytes,
+            "max_output_bytes": DEFAULT_MAX_OUTPUT_BYTES
+            if body.max_output_bytes is None
+            else body.max_output_bytes,
         }
         for name, value in (
             ("grace_s", body.grace_seconds), ("cwd", body.cwd), ("env", body.env), ("user", body.user),
@@ -156,7 +160,9 @@ class Execution:
             self._refuse(job, error)
             raise
         except Exception as error:
-            self._refuse(job, InternalError(f"unforeseen {type(error).__name__} while running the command: {error}"))
+            self._refuse(
+                job, InternalError(f"unforeseen {type(error).__name__} while running the command: {error}")
+            )
             raise
         return self._complete(job, header["job"], payload)
 
@@ -186,16 +192,22 @@ class Execution:
             self._refuse(job, error)
             raise
         except Exception as error:
-            self._refuse(job, InternalError(f"unforeseen {type(error).__name__} while starting the command: {error}"))
+            self._refuse(
+                job, InternalError(f"unforeseen {type(error).__name__} while starting the command: {error}")
+            )
             raise
         if header["job"]["status"] in ("succeeded", "failed"):
             self._complete(job, header["job"], payload)
         else:
             self._spawn(self._follow(job, lambda: self._exec_again(job, arguments, stdin)))
 
-    async def _call_exec(self, job: LiveJob, arguments: dict[str, Any], stdin: bytes) -> tuple[dict[str, Any], bytes]:
+    async def _call_exec(
+        self, job: LiveJob, arguments: dict[str, Any], stdin: bytes
+    ) -> tuple[dict[str, Any], bytes]:
         channel = await self._runtime.channel(job.sandbox.sandbox_id)
-        return await channel.call("exec", stdin, job_id=job.job_id, wait=False, stdin_size=len(stdin), **arguments)
+        return await channel.call(
+            "exec", stdin, job_id=job.job_id, wait=False, stdin_size=len(stdin), **arguments
+        )
 
     async def _exec_again(self, job: LiveJob, arguments: dict[str, Any], stdin: bytes) -> None:
         """The agent does not know the job: the request never reached it, and may be sent again."""
@@ -210,9 +222,7 @@ class Execution:
         lost_at: float | None = None
         while job.record is None:
             if self._closing:
-                raise InfrastructureError(
-                    f"the service is stopping; job {job.job_id} goes on: ask for it again in a moment", retry_after_s=2.0
-                )
+                raise stopping(f"job {job.job_id} goes on")
             try:
                 channel = await self._runtime.channel(job.sandbox.sandbox_id)
                 lost_at, pause_s = None, _RECONNECT_MIN_S
@@ -279,7 +289,9 @@ class Execution:
     def sandbox_ended(self, sandbox: Sandbox, error: OrchardError) -> None:
         """Its commands have ended with it."""
         for job in list(sandbox.jobs.values()):
-            self._table.fail(job, f"the sandbox ended while the command ran: {error.detail}", error.code, infra=error.infra)
+            self._table.fail(
+                job, f"the sandbox ended while the command ran: {error.detail}", error.code, infra=error.infra
+            )
             self._after(job)
 
     async def cancel(self, job: LiveJob, why: str) -> None:
@@ -321,7 +333,7 @@ class Execution:
     async def close(self) -> None:
         """Stop following; the jobs go on in their sandboxes."""
         self._closing = True
-        self._table.close()
+        self._table.close(stopping("the command goes on"))
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -362,6 +374,4 @@ def _check_same(known: LiveJob | JobRecord, sandbox: Sandbox, body: ExecRequest,
 
 
 def _queued(job_id: str) -> bytes:
-    return to_json({"job_id": job_id, "status": JobStatus.QUEUED.value})
-
-
+    return json_bytes({"job_id": job_id, "status": JobStatus.QUEUED.value})

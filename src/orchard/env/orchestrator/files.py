@@ -22,7 +22,9 @@ class Files:
         those of the file there, or takes the agent's default."""
         data = base64.b64decode(content)
         if len(data) > MAX_JSON_FILE_BYTES:
-            raise TooLarge(f"the file has {len(data)} bytes; this endpoint takes at most {MAX_JSON_FILE_BYTES}")
+            raise TooLarge(
+                f"the file has {len(data)} bytes; this endpoint takes at most {MAX_JSON_FILE_BYTES}"
+            )
         upload = os.urandom(8).hex()
         extra = {} if mode is None else {"mode": mode}
         view = memoryview(data)
@@ -54,9 +56,13 @@ class Files:
         parts: list[bytes] = []
         offset = 0
         while True:
-            header, data = await self._agents.call(sandbox, "read", path=path, offset=offset, limit=CHUNK_BYTES)
+            header, data = await self._agents.call(
+                sandbox, "read", path=path, offset=offset, limit=CHUNK_BYTES
+            )
             if header["size"] > MAX_JSON_FILE_BYTES or offset + len(data) > MAX_JSON_FILE_BYTES:
-                raise TooLarge(f"{path!r} has {header['size']} bytes; this endpoint gives at most {MAX_JSON_FILE_BYTES}")
+                raise TooLarge(
+                    f"{path!r} has {header['size']} bytes; this endpoint gives at most {MAX_JSON_FILE_BYTES}"
+                )
             parts.append(data)
             offset += len(data)
             if header["eof"] or not data:

@@ -6,14 +6,13 @@ import asyncio
 import base64
 import signal
 
-from pydantic_core import to_json
-
 from orchard.env.contract import SignalRequest, StdinRequest
 from orchard.env.errors import InvalidRequest, JobNotFound, JobNotRunning, OrchardError, SandboxTimeout
 from orchard.env.orchestrator.agents import Agents
 from orchard.env.orchestrator.auth import Principal
 from orchard.env.orchestrator.execution import Execution
 from orchard.env.orchestrator.jobtable import JobTable, LiveJob, finished_head
+from orchard.env.orchestrator.responses import json_bytes
 from orchard.env.orchestrator.sandbox import Sandbox
 from orchard.env.orchestrator.settings import ServiceSettings
 from orchard.env.orchestrator.stores.base import NO_OUTPUT, JobRecord, Store
@@ -62,7 +61,7 @@ class Jobs:
         if job.record is None:
             self._table.save_start(job)
         await self._store.flush()
-        return job.record.json() if job.record is not None else to_json(head)[:-1] + NO_OUTPUT
+        return job.record.json() if job.record is not None else json_bytes(head)[:-1] + NO_OUTPUT
 
     async def wait(self, principal: Principal, job_id: str, timeout_s: float | None) -> bytes:
         """A job as JSON when it has finished. Raises `SandboxTimeout` when the time is over first."""
@@ -86,8 +85,10 @@ class Jobs:
         header, _ = await self._agents.call(sandbox, "jobs")
         parts = []
         for answer in header["jobs"]:
-            job = sandbox.jobs.get(answer["job_id"]) or LiveJob(answer["job_id"], sandbox, answer["command"], "")
-            parts.append(to_json(finished_head(job, answer))[:-1] + NO_OUTPUT)
+            job = sandbox.jobs.get(answer["job_id"]) or LiveJob(
+                answer["job_id"], sandbox, answer["command"], ""
+            )
+            parts.append(json_bytes(finished_head(job, answer))[:-1] + NO_OUTPUT)
         return b'{"jobs":[' + b",".join(parts) + b"]}"
 
     # ----------------------------------------------------------------------------------------- steering
@@ -112,7 +113,9 @@ class Jobs:
     async def stdin(self, principal: Principal, job_id: str, body: StdinRequest) -> None:
         """Input for a command with open stdin; returns when there is room for it."""
         job = await self._running(principal, job_id)
-        await self._agents.call(job.sandbox, "stdin", base64.b64decode(body.data), job_id=job.job_id, eof=body.eof)
+        await self._agents.call(
+            job.sandbox, "stdin", base64.b64decode(body.data), job_id=job.job_id, eof=body.eof
+        )
 
     async def _running(self, principal: Principal, job_id: str) -> LiveJob:
         job = await self.find(principal, job_id)
@@ -128,4 +131,6 @@ def _signal_number(name: str) -> int:
     try:
         return signal.Signals[f"SIG{text}"].value
     except KeyError:
-        raise InvalidRequest(f"signal {name!r} is unknown: use a name such as TERM, INT, KILL, HUP or USR1") from None
+        raise InvalidRequest(
+            f"signal {name!r} is unknown: use a name such as TERM, INT, KILL, HUP or USR1"
+        ) from None

@@ -10,12 +10,11 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic_core import to_json
-
 from orchard.env.contract import ExecRequest, JobStatus
 from orchard.env.errors import OrchardError
 from orchard.env.orchestrator.auth import Principal
 from orchard.env.orchestrator.metrics import Metrics
+from orchard.env.orchestrator.responses import json_bytes
 from orchard.env.orchestrator.sandbox import Sandbox
 from orchard.env.orchestrator.stores.base import NO_OUTPUT, JobRecord, Store
 
@@ -81,6 +80,12 @@ class LiveJob:
         if self._done is None:
             self._done = asyncio.get_running_loop().create_future()
         return await asyncio.shield(self._done)
+
+    def interrupt(self, error: OrchardError) -> None:
+        """Whoever waits has to come back later."""
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(error)
+            self._done.exception()
 
     def resolve(self) -> None:
         """Wake everybody who waits."""
@@ -148,8 +153,10 @@ class JobTable:
         """Make it known to the next run of the service; durable at the store's next flush."""
         if not job.saved and job.record is None:
             job.saved = True
-            head = to_json(job.head())
-            self._store.put_job(JobRecord(job.sandbox.owner, job.job_id, job.sandbox.sandbox_id, job.digest, None, head))
+            head = json_bytes(job.head())
+            self._store.put_job(
+                JobRecord(job.sandbox.owner, job.job_id, job.sandbox.sandbox_id, job.digest, None, head)
+            )
 
     def complete(self, job: LiveJob, head: dict[str, Any], output: bytes) -> JobRecord:
         """It has finished: `head` are its JSON fields, `output` the rest of that object (see `JobRecord`)."""
@@ -157,7 +164,13 @@ class JobTable:
             return job.record
         finished_at = head["completed_at"] or time.time()
         record = JobRecord(
-            job.sandbox.owner, job.job_id, job.sandbox.sandbox_id, job.digest, finished_at, to_json(head), output
+            job.sandbox.owner,
+            job.job_id,
+            job.sandbox.sandbox_id,
+            job.digest,
+            finished_at,
+            json_bytes(head),
+            output,
         )
         job.record = record
         self._drop(job)
@@ -214,9 +227,13 @@ class JobTable:
         if head["duration_seconds"] is not None:
             self._metrics.job_seconds.observe(head["duration_seconds"])
 
-    def close(self) -> None:
+    def close(self, error: OrchardError) -> None:
+        """Whoever waits is told `error`; the jobs themselves go on."""
         if self._timer is not None:
             self._timer.cancel()
+        self._save_starts()
+        for job in self._live.values():
+            job.interrupt(error)
 
 
 def finished_head(job: LiveJob, answer: dict[str, Any]) -> dict[str, Any]:
@@ -253,11 +270,19 @@ def output_json(answer: dict[str, Any], payload: bytes) -> bytes:
         return NO_OUTPUT
     stdout = payload[:size].decode("utf-8", "replace")
     stderr = payload[size : size + answer["stderr_size"]].decode("utf-8", "replace")
-    return b',"stdout":' + to_json(stdout) + b',"stderr":' + to_json(stderr) + b"}"
+    return b',"stdout":' + json_bytes(stdout) + b',"stderr":' + json_bytes(stderr) + b"}"
 
 
 def exec_digest(body: ExecRequest) -> str:
     """Same digest, same command: what a repeated request with one job id must agree in."""
-    same = (body.command, body.cwd, body.env, body.user, body.stdin, bool(body.login_shell), bool(body.background))
+    same = (
+        body.command,
+        body.cwd,
+        body.env,
+        body.user,
+        body.stdin,
+        bool(body.login_shell),
+        bool(body.background),
+    )
     text = json.dumps(same, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

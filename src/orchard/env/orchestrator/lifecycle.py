@@ -12,15 +12,12 @@ anything. An ended sandbox is told as ended at once and freed behind it; what co
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-import os
 import time
 from typing import Any, Protocol
 
-from orchard.env.contract import CreateSandbox, Death, EndReason, PatchSandbox, SandboxStatus
+from orchard.env.contract import CreateSandbox, EndReason, PatchSandbox, SandboxStatus
 from orchard.env.errors import (
-    Conflict,
     InfrastructureError,
     OrchardError,
     Overloaded,
@@ -29,10 +26,12 @@ from orchard.env.errors import (
 )
 from orchard.env.orchestrator.auth import Principal
 from orchard.env.orchestrator.catalog import Catalog
+from orchard.env.orchestrator.deaths import complete, death_record
+from orchard.env.orchestrator.identity import body_digest, new_id, same_or_conflict
 from orchard.env.orchestrator.metrics import Metrics
 from orchard.env.orchestrator.queue import CreateQueue
 from orchard.env.orchestrator.reaper import Reaper
-from orchard.env.orchestrator.sandbox import Sandbox, body_digest
+from orchard.env.orchestrator.sandbox import Sandbox
 from orchard.env.orchestrator.settings import ServiceSettings
 from orchard.env.orchestrator.stores.base import Store
 from orchard.env.runtimes.base import Handle, Postmortem, Runtime, StartFailed
@@ -70,13 +69,13 @@ class Lifecycle:
 
         Raises `Conflict` when the id is taken by something else, `QuotaExceeded`, `Overloaded`.
         """
-        sandbox_id = body.sandbox_id or _new_id(principal.owner, body.idempotency_key)
+        sandbox_id = body.sandbox_id or new_id(principal.owner, body.idempotency_key)
         digest = body_digest(body)
         if body.sandbox_id or body.idempotency_key:
             known = await self._catalog.find(sandbox_id)
             if known is not None:
                 await self._store.flush()
-                return _same_or_conflict(known, principal.owner, digest, by_key=body.sandbox_id is None)
+                return same_or_conflict(known, principal.owner, digest, by_key=body.sandbox_id is None)
         self._check_room(principal)
         sandbox = self._new(principal.owner, sandbox_id, body, digest)
         self.queue.push(sandbox.owner, sandbox_id)
@@ -84,19 +83,26 @@ class Lifecycle:
         self._save(sandbox)
         self.reaper.watch(sandbox_id)
         self._metrics.created.inc()
-        await self._store.flush()
+        try:
+            await self._store.flush()
+        except OrchardError:
+            self.end(sandbox, EndReason.DELETED, "it could not be stored")
+            raise
         return sandbox
 
     def _check_room(self, principal: Principal) -> None:
         if self.closing:
-            raise Overloaded("the service is stopping; try again in a moment", retry_after_s=2.0)
+            raise stopping("nothing was created")
         quota = principal.max_sandboxes
         if quota is not None and self._catalog.owned(principal.owner) >= quota:
-            raise QuotaExceeded(f"{principal.owner} may have {quota} live sandboxes; delete some first", retry_after_s=5.0)
+            raise QuotaExceeded(
+                f"{principal.owner} may have {quota} live sandboxes; delete some first", retry_after_s=5.0
+            )
         limit = self._settings.max_sandboxes
         if limit is not None and len(self._catalog.live) >= limit:
             raise Overloaded(
-                f"the service holds {limit} sandboxes, its limit; try again when some have ended", retry_after_s=5.0
+                f"the service holds {limit} sandboxes, its limit; try again when some have ended",
+                retry_after_s=5.0,
             )
 
     def _new(self, owner: str, sandbox_id: str, body: CreateSandbox, digest: str) -> Sandbox:
@@ -204,6 +210,8 @@ class Lifecycle:
                 self.release(sandbox)
         if (error := sandbox.gone()) is not None and not sandbox.never_ready:
             raise error
+        if sandbox.status is SandboxStatus.PENDING:
+            raise stopping(f"sandbox {sandbox.sandbox_id} goes on")
         return sandbox
 
     # ------------------------------------------------------------------------------------------- clocks
@@ -280,7 +288,9 @@ class Lifecycle:
                 retry_after_s=2.0,
             )
 
-    def end(self, sandbox: Sandbox, reason: EndReason, message: str, postmortem: Postmortem | None = None) -> None:
+    def end(
+        self, sandbox: Sandbox, reason: EndReason, message: str, postmortem: Postmortem | None = None
+    ) -> None:
         """It is over, from this moment on, whoever asks; freeing it follows."""
         if not sandbox.live:
             return
@@ -288,7 +298,7 @@ class Lifecycle:
         sandbox.reason = reason
         sandbox.status_message = message
         sandbox.status = SandboxStatus.DELETED if reason is EndReason.DELETED else SandboxStatus.FAILED
-        sandbox.death = _death(reason, message, sandbox.ended_at, postmortem)
+        sandbox.death = death_record(reason, message, sandbox.ended_at, postmortem)
         sandbox.note(f"ended ({reason.value}): {message}")
         self._metrics.ended.labels(reason.value).inc()
         level = logging.DEBUG if reason is EndReason.DELETED else logging.INFO
@@ -308,7 +318,11 @@ class Lifecycle:
         try:
             await self._store.flush()
         except OrchardError as error:
-            _log.error("the end of a sandbox could not be stored yet: %s", error, extra={"sandbox_id": sandbox.sandbox_id})
+            _log.error(
+                "the end of a sandbox could not be stored yet: %s",
+                error,
+                extra={"sandbox_id": sandbox.sandbox_id},
+            )
         sandbox.settled.set()
         sandbox.ended.set()
         if starting is not None and starting is not asyncio.current_task():
@@ -322,7 +336,7 @@ class Lifecycle:
             sandbox.ending = None
             return
         if sandbox.death is not None and postmortem is not None:
-            _complete(sandbox.death, postmortem)
+            complete(sandbox.death, postmortem)
         self._catalog.retire(sandbox)
         self._save(sandbox)
 
@@ -333,7 +347,11 @@ class Lifecycle:
             except Exception as error:
                 if attempt == _FREE_ATTEMPTS:
                     raise
-                _log.warning("freeing failed, another attempt follows: %s", error, extra={"sandbox_id": sandbox.sandbox_id})
+                _log.warning(
+                    "freeing failed, another attempt follows: %s",
+                    error,
+                    extra={"sandbox_id": sandbox.sandbox_id},
+                )
                 await asyncio.sleep(0.1 * 4 ** (attempt - 1))
         return None
 
@@ -341,6 +359,8 @@ class Lifecycle:
         """Stop deciding: what lives stays alive, what starts is abandoned (and started again by the next run)."""
         self.closing = True
         self.reaper.stop()
+        for sandbox in self._catalog.live.values():
+            sandbox.settled.set()  # whoever waits is told to come back
         endings = {s.ending for s in self._catalog.live.values() if s.ending is not None}
         for task in self._tasks - endings:
             task.cancel()
@@ -357,38 +377,6 @@ class Lifecycle:
         return task
 
 
-def _new_id(owner: str, idempotency_key: str | None) -> str:
-    """A fresh id; the same one for the same key of the same owner, so that a repeated create finds it for as
-    long as its record is kept."""
-    if idempotency_key is None:
-        return "sb-" + os.urandom(8).hex()
-    return "sb-" + hashlib.sha256(f"{owner}\0{idempotency_key}".encode()).hexdigest()[:32]
-
-
-def _same_or_conflict(known: Sandbox, owner: str, digest: str, *, by_key: bool) -> Sandbox:
-    what = "this idempotency_key" if by_key else f"the id {known.sandbox_id}"
-    if known.owner != owner or known.digest != digest:
-        raise Conflict(f"{what} is taken by a sandbox that was created with another request; choose another one")
-    if not known.live and not known.never_ready:
-        raise Conflict(
-            f"{what} belongs to a sandbox that has ended ({known.reason.value if known.reason else 'ended'});"
-            " an id never means two sandboxes: choose another one"
-        )
-    return known
-
-
-def _death(reason: EndReason, message: str, ended_at: float, postmortem: Postmortem | None) -> Death:
-    death = Death(reason=reason, message=message, ended_at=ended_at)
-    if postmortem is not None:
-        _complete(death, postmortem)
-    return death
-
-
-def _complete(death: Death, postmortem: Postmortem) -> None:
-    """Add what a look at the remains told; what is known already stays."""
-    if death.exit_code is None:
-        death.exit_code = postmortem.exit_code
-    if death.peak_memory_bytes is None:
-        death.peak_memory_bytes = postmortem.peak_memory_bytes
-    if not death.agent_log:
-        death.agent_log = list(postmortem.agent_log)
+def stopping(what: str) -> InfrastructureError:
+    """The answer to what cannot be waited for any more."""
+    return InfrastructureError(f"the service is stopping; {what}: try again in a moment", retry_after_s=2.0)

@@ -11,7 +11,18 @@ from typing import TextIO
 #: The request under way in this task; set by the middleware.
 request_id: ContextVar[str | None] = ContextVar("orchard_request_id", default=None)
 
-_FIELDS = ("sandbox_id", "job_id", "request_id", "owner", "runtime", "reason", "status", "method", "path", "seconds")
+_FIELDS = (
+    "sandbox_id",
+    "job_id",
+    "request_id",
+    "owner",
+    "runtime",
+    "reason",
+    "status",
+    "method",
+    "path",
+    "seconds",
+)
 
 
 class JsonFormatter(logging.Formatter):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -23,17 +24,25 @@ class Metrics:
         self.created = Counter("orchard_sandboxes_created", "Sandboxes accepted", registry=registry)
         self.ended = Counter("orchard_sandboxes_ended", "Sandboxes that ended", ["reason"], registry=registry)
         self.start_seconds = Histogram(
-            "orchard_sandbox_start_seconds", "From its turn in the queue to ready", buckets=_START_BUCKETS, registry=registry
+            "orchard_sandbox_start_seconds",
+            "From its turn in the queue to ready",
+            buckets=_START_BUCKETS,
+            registry=registry,
         )
         self.queue_seconds = Histogram(
-            "orchard_create_queue_seconds", "Time in the create queue", buckets=_START_BUCKETS, registry=registry
+            "orchard_create_queue_seconds",
+            "Time in the create queue",
+            buckets=_START_BUCKETS,
+            registry=registry,
         )
         self.live = Gauge("orchard_sandboxes", "Live sandboxes", ["status"], registry=registry)
         self.queued = Gauge("orchard_create_queue_length", "Sandboxes waiting to start", registry=registry)
         self.starting = Gauge("orchard_sandboxes_starting", "Sandboxes starting now", registry=registry)
         self.jobs_live = Gauge("orchard_jobs", "Commands queued or running", registry=registry)
         jobs = Counter("orchard_jobs_finished", "Commands that finished", ["status"], registry=registry)
-        self.job_finished = {status: jobs.labels(status) for status in ("succeeded", "failed", "timeout", "infra")}
+        self.job_finished = {
+            status: jobs.labels(status) for status in ("succeeded", "failed", "timeout", "infra")
+        }
         self.job_seconds = Histogram(
             "orchard_job_seconds", "Run time of commands", buckets=_COMMAND_BUCKETS, registry=registry
         )
@@ -51,7 +60,9 @@ class Metrics:
         """One HTTP answer; `route` is the template of the path, so that ids make no series."""
         counter = self._request_children.get((method, route, status))
         if counter is None:
-            counter = self._request_children[method, route, status] = self._requests.labels(method, route, status)
+            counter = self._request_children[method, route, status] = self._requests.labels(
+                method, route, status
+            )
         counter.inc()
         histogram = self._seconds_children.get((method, route))
         if histogram is None:
@@ -62,7 +73,7 @@ class Metrics:
               jobs: Callable[[], int]) -> None:  # fmt: skip
         """Gauges that are read when they are asked for."""
         for status in (SandboxStatus.PENDING, SandboxStatus.READY, SandboxStatus.PAUSED):
-            self.live.labels(status.value).set_function(lambda name=status.value: float(counts().get(name, 0)))  # type: ignore[misc]
+            self.live.labels(status.value).set_function(partial(_count, counts, status.value))
         self.queued.set_function(queued)
         self.starting.set_function(starting)
         self.jobs_live.set_function(jobs)
@@ -70,3 +81,7 @@ class Metrics:
     def text(self) -> bytes:
         """The exposition format, see `CONTENT_TYPE`."""
         return generate_latest(self.registry)
+
+
+def _count(counts: Callable[[], dict[str, int]], name: str) -> float:
+    return counts().get(name, 0)

@@ -65,7 +65,10 @@ class Edge:
                 raise  # half an answer is out: only breaking the connection tells that it is not whole
             await error_response(_typed(scope, error))(scope, receive, send_marked)
         except Exception:
-            _log.exception("a request failed in an unforeseen way", extra={"method": scope["method"], "path": scope["path"]})
+            _log.exception(
+                "a request failed in an unforeseen way",
+                extra={"method": scope["method"], "path": scope["path"]},
+            )
             if status:
                 raise
             fault = InternalError("the service failed in an unforeseen way; its log has the request id")
@@ -76,7 +79,12 @@ class Edge:
             self._metrics.request(scope["method"], getattr(route, "path", "-"), status, seconds)
             if _log.isEnabledFor(logging.DEBUG):
                 # Without the query: it may hold a key.
-                fields = {"method": scope["method"], "path": scope["path"], "status": status, "seconds": round(seconds, 6)}
+                fields = {
+                    "method": scope["method"],
+                    "path": scope["path"],
+                    "status": status,
+                    "seconds": round(seconds, 6),
+                }
                 _log.debug("answered", extra=fields)
 
     def _principal(self, headers: dict[bytes, bytes]) -> Principal:
@@ -97,7 +105,9 @@ def _check_browser(headers: dict[bytes, bytes]) -> None:
     host = headers.get(b"host", b"localhost").decode("latin-1")
     name = host.rpartition(":")[0] if ":" in host and not host.endswith("]") else host
     origin = headers.get(b"origin")
-    if _is_local(name.strip("[]")) and (origin is None or origin.partition(b"://")[2].decode("latin-1") == host):
+    if _is_local(name.strip("[]")) and (
+        origin is None or origin.partition(b"://")[2].decode("latin-1") == host
+    ):
         return
     raise Forbidden(
         "a service without keys answers only programs on its own machine, by a loopback address: call it as"

@@ -52,7 +52,9 @@ class Orchestrator:
         self._housekeeper: asyncio.Task[None] | None = None
         self.running = False
         queue = self.lifecycle.queue
-        self.metrics.watch(self.catalog.counts, lambda: len(queue), lambda: queue.starting, lambda: len(table))
+        self.metrics.watch(
+            self.catalog.counts, lambda: len(queue), lambda: queue.starting, lambda: len(table)
+        )
 
     # -------------------------------------------------------------------------------------------- start
 
@@ -91,7 +93,9 @@ class Orchestrator:
             elif sandbox.status is SandboxStatus.PENDING:
                 self.lifecycle.requeue(sandbox)
             else:
-                postmortem = remains or Postmortem(EndReason.RUNTIME_ERROR, "it was gone when the service came back")
+                postmortem = remains or Postmortem(
+                    EndReason.RUNTIME_ERROR, "it was gone when the service came back"
+                )
                 self.lifecycle.end(sandbox, postmortem.reason, postmortem.message, postmortem)
         await self._close_orphans(jobs)
         await self.store.flush()
@@ -104,7 +108,9 @@ class Orchestrator:
         except OrchardError as error:
             # It died since it was adopted, or is about to: its end closes its jobs.
             for record in known:
-                self.execution.orphaned(sandbox, record, f"lost at a restart: {error.detail}", error.code, infra=True)
+                self.execution.orphaned(
+                    sandbox, record, f"lost at a restart: {error.detail}", error.code, infra=True
+                )
 
     async def _close_orphans(self, jobs: dict[str, list[JobRecord]]) -> None:
         """Jobs of sandboxes that are gone: they end with their sandbox's reason."""
@@ -116,7 +122,9 @@ class Orchestrator:
                     self.store.drop_job(record.owner, record.job_id)
                     continue
                 error = sandbox.gone()
-                detail = f"the sandbox ended while the command ran: {error.detail if error else 'at a restart'}"
+                detail = (
+                    f"the sandbox ended while the command ran: {error.detail if error else 'at a restart'}"
+                )
                 code = error.code if error else "sandbox_dead"
                 self.execution.orphaned(sandbox, record, detail, code, infra=error is None or error.infra)
 
@@ -161,7 +169,11 @@ class Orchestrator:
 
     def describe(self, sandbox: Sandbox) -> dict[str, Any]:
         """The fields of `SandboxInfo`."""
-        position = self.lifecycle.queue.position(sandbox.sandbox_id) if sandbox.status is SandboxStatus.PENDING else None
+        position = (
+            self.lifecycle.queue.position(sandbox.sandbox_id)
+            if sandbox.status is SandboxStatus.PENDING
+            else None
+        )
         return self._shape(sandbox, position)
 
     def describe_all(self, sandboxes: list[Sandbox]) -> list[dict[str, Any]]:

@@ -40,7 +40,8 @@ class Patches:
         In a git work tree by `git apply`, else by `patch`, else by git all the same. Raises `PatchToolMissing`.
         """
         deadline = time.monotonic() + min(
-            body.timeout_seconds or self._settings.command_timeout_s, max(1.0, sandbox.ttl_deadline - time.monotonic())
+            body.timeout_seconds or self._settings.command_timeout_s,
+            max(1.0, sandbox.ttl_deadline - time.monotonic()),
         )
         strip = 1 if body.strip is None else body.strip
         # Whatever the repository's configuration says, white space is part of the patch.

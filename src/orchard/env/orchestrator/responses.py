@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
-from pydantic_core import to_json
+from pydantic_core import PydanticSerializationError, to_json, to_jsonable_python
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -50,9 +51,18 @@ class Json(Response):
         self.raw_headers = [(b"content-length", b"%d" % len(content)), (b"content-type", b"application/json")]
 
 
+def json_bytes(value: Any) -> bytes:
+    """JSON of mappings, lists and models. Text that holds lone surrogates (names of files in unknown encodings) is
+    escaped instead of refused."""
+    try:
+        return to_json(value)
+    except (PydanticSerializationError, UnicodeError):
+        return json.dumps(to_jsonable_python(value, serialize_unknown=True)).encode("ascii")
+
+
 def json_of(value: Any) -> Json:
     """Any mapping, list or model of the contract as an answer."""
-    return Json(to_json(value))
+    return Json(json_bytes(value))
 
 
 class MethodNotAllowed(InvalidRequest):
@@ -62,7 +72,7 @@ class MethodNotAllowed(InvalidRequest):
 
 def error_response(error: OrchardError) -> Response:
     """The answer that carries an error."""
-    answer = Json(to_json(error.body(request_id.get())), error.http_status)
+    answer = Json(json_bytes(error.body(request_id.get())), error.http_status)
     if error.retry_after_s is not None:
         answer.raw_headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
     elif error.http_status == 503:

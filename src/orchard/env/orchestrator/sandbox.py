@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import time
 from collections import deque
@@ -37,12 +36,6 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
     except OSError:
         return ""
-
-
-def body_digest(body: CreateSandbox) -> str:
-    """Same digest, same request: `null` and left out mean the same."""
-    text = json.dumps(body.model_dump(mode="json", exclude_none=True, exclude={"sandbox_id"}), sort_keys=True)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 @dataclass(slots=True, eq=False)
@@ -107,12 +100,18 @@ class Sandbox:
     def overdue(self, now: float) -> tuple[EndReason, str] | None:
         """The clock that has run out, if any, and what to say of it."""
         if self.ttl_deadline <= now:
-            return EndReason.TTL, f"its lifetime of {self.ttl_s:g} s is over; PATCH ttl_seconds prolongs it in time"
+            return (
+                EndReason.TTL,
+                f"its lifetime of {self.ttl_s:g} s is over; PATCH ttl_seconds prolongs it in time",
+            )
         if self.lease_s is not None and not self.holds and self.lease_deadline <= now:
             return EndReason.HEARTBEAT, f"no heartbeat came for {self.lease_s:g} s"
         if self.status is SandboxStatus.PENDING and self.ready_deadline <= now:
             where = "starting" if self.starting else "waiting in the create queue"
-            return EndReason.READY_TIMEOUT, f"not ready within {self.ready_timeout_s:g} s: it was still {where}"
+            return (
+                EndReason.READY_TIMEOUT,
+                f"not ready within {self.ready_timeout_s:g} s: it was still {where}",
+            )
         return None
 
     def gone(self) -> OrchardError | None:
@@ -122,7 +121,9 @@ class Sandbox:
         extra: dict[str, Any] = {"death": self.death.model_dump(mode="json")} if self.death else {}
         if self.status is SandboxStatus.DELETED:
             return SandboxDeleted(
-                f"sandbox {self.sandbox_id} was deleted; create another one", reason=EndReason.DELETED.value, **extra
+                f"sandbox {self.sandbox_id} was deleted; create another one",
+                reason=EndReason.DELETED.value,
+                **extra,
             )
         reason = self.reason or EndReason.RUNTIME_ERROR
         what = "did not start" if self.ready_at is None else "has ended"
@@ -186,7 +187,9 @@ class Sandbox:
             "ready_at": self.ready_at,
             "ended_at": self.ended_at,
             "expires_at": wall + self.ttl_deadline - now if live else None,
-            "lease_expires_at": wall + self.lease_deadline - now if live and self.lease_s is not None else None,
+            "lease_expires_at": wall + self.lease_deadline - now
+            if live and self.lease_s is not None
+            else None,
             "queue_position": queue_position,
             "queue_seconds": self.queue_s,
             "death": self.death.model_dump(mode="json") if self.death else None,
@@ -229,7 +232,7 @@ class Sandbox:
         sandbox = cls(
             sandbox_id=record.sandbox_id,
             owner=data["owner"],
-            body=CreateSandbox.model_validate(data["body"]),
+            body=CreateSandbox.model_validate(data["body"], strict=False),
             digest=data["digest"],
             number=number,
             created_at=data["created_at"],

@@ -104,6 +104,8 @@ def _locked(state_dir: Path) -> Iterator[None]:
     """The state directory for this process alone. Raises `SettingsError`."""
     try:
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Also one that was there before: it holds the files of sandboxes and the results of commands.
+        state_dir.chmod(0o700)
         lock = os.open(state_dir / "orchestrator.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise SettingsError(

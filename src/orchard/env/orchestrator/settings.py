@@ -94,15 +94,25 @@ class ServiceSettings:
         for name in ("max_starting", "max_queue", "max_jobs", "keep_alive_s"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("ready_timeout_s", "command_timeout_s", "ttl_s", "heartbeat_timeout_s", "agent_lost_after_s"):
+        for name in (
+            "ready_timeout_s",
+            "command_timeout_s",
+            "ttl_s",
+            "heartbeat_timeout_s",
+            "agent_lost_after_s",
+        ):
             if not getattr(self, name) > 0:
                 raise SettingsError(f"{name} must be positive, not {getattr(self, name)}")
         if self.max_sandboxes is not None and self.max_sandboxes < 1:
             raise SettingsError(f"max_sandboxes must be at least 1 or unset, not {self.max_sandboxes}")
         if self.log_level not in _LOG_LEVELS:
-            raise SettingsError(f"log_level {self.log_level!r} is unknown: use one of {', '.join(_LOG_LEVELS)}")
+            raise SettingsError(
+                f"log_level {self.log_level!r} is unknown: use one of {', '.join(_LOG_LEVELS)}"
+            )
         if any(not key for key in self.api_keys):
-            raise SettingsError("an API key is empty; give a long random text, such as the output of `openssl rand -hex 24`")
+            raise SettingsError(
+                "an API key is empty; give a long random text, such as the output of `openssl rand -hex 24`"
+            )
 
     @property
     def open_access(self) -> bool:
@@ -128,7 +138,9 @@ class ServiceSettings:
         if file is not None:
             for name, value in read_mapping(file).items():
                 if name not in types_of:
-                    raise SettingsError(f"{file}: unknown setting {name!r}; known are {', '.join(sorted(types_of))}")
+                    raise SettingsError(
+                        f"{file}: unknown setting {name!r}; known are {', '.join(sorted(types_of))}"
+                    )
                 values[name] = _convert(name, types_of[name], value)
         for name, hint in types_of.items():
             text = (environ or {}).get(ENV_PREFIX + name.upper())
@@ -186,13 +198,16 @@ def _convert(name: str, hint: Any, value: Any) -> Any:
     target = next(option for option in options if option is not types.NoneType)
     try:
         if typing.get_origin(target) is list:
-            items = value.split(",") if isinstance(value, str) else list(value)
-            return [str(item).strip() for item in items if str(item).strip()]
+            if isinstance(value, str):
+                return [item.strip() for item in value.split(",") if item.strip()]
+            return [str(item).strip() for item in value]
         if isinstance(value, bool):
             raise ValueError("true and false mean nothing here")
         return target(value)
     except (TypeError, ValueError) as error:
-        raise SettingsError(f"{name}: {value!r} is not a valid {getattr(target, '__name__', target)} ({error})") from None
+        raise SettingsError(
+            f"{name}: {value!r} is not a valid {getattr(target, '__name__', target)} ({error})"
+        ) from None
 
 
 def _is_loopback(host: str) -> bool:

@@ -123,7 +123,8 @@ _MEANING = {
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Documentation of error answers; those of every route are always among them."""
     return {
-        status: {"model": ErrorBody, "description": _MEANING[status]} for status in sorted({401, 422, 500, 503, *statuses})
+        status: {"model": ErrorBody, "description": _MEANING[status]}
+        for status in sorted({401, 422, 500, 503, *statuses})
     }
 
 

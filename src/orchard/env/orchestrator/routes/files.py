@@ -18,7 +18,9 @@ from orchard.env.orchestrator.responses import from_validation, json_of
 from orchard.env.orchestrator.routes.base import errors, orchestrator, principal, read_body, router
 
 routes = router("files")
-FilePath = Annotated[str, Query(description="inside the sandbox; relative ones start at its working directory")]
+FilePath = Annotated[
+    str, Query(description="inside the sandbox; relative ones start at its working directory")
+]
 
 
 @routes.post("/sandboxes/{sandbox_id}/files", response_model=FileWritten, responses=errors(400, 404, 409, 413),

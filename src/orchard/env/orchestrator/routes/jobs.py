@@ -18,7 +18,9 @@ async def get(request: Request, job_id: str) -> Response:
     return Json(await orchestrator(request).jobs.look(principal(request), job_id))
 
 
-@routes.get("/jobs/{job_id}/wait", response_model=Job, responses=errors(404, 408), summary="Wait for a command")
+@routes.get(
+    "/jobs/{job_id}/wait", response_model=Job, responses=errors(404, 408), summary="Wait for a command"
+)
 async def wait(request: Request, job_id: str, timeout: Seconds | None = None) -> Response:  # noqa: ASYNC109 - the contract's name
     """Returns when it has finished; 408 when `timeout` seconds are over first."""
     return Json(await orchestrator(request).jobs.wait(principal(request), job_id, timeout))
@@ -30,13 +32,17 @@ async def cancel(request: Request, job_id: str) -> Response:
     return Json(await orchestrator(request).jobs.cancel(principal(request), job_id))
 
 
-@routes.post("/jobs/{job_id}/signal", response_model=Ok, responses=errors(404, 409), summary="Signal a command")
+@routes.post(
+    "/jobs/{job_id}/signal", response_model=Ok, responses=errors(404, 409), summary="Signal a command"
+)
 async def signal(request: Request, job_id: str, body: SignalRequest) -> Response:
     await orchestrator(request).jobs.signal(principal(request), job_id, body)
     return json_of({"status": "ok"})
 
 
-@routes.post("/jobs/{job_id}/stdin", response_model=Ok, responses=errors(404, 409), summary="Input for a command")
+@routes.post(
+    "/jobs/{job_id}/stdin", response_model=Ok, responses=errors(404, 409), summary="Input for a command"
+)
 async def stdin(request: Request, job_id: str, body: StdinRequest) -> Response:
     """For one started with `stdin_open`. Returns when there is room for the bytes."""
     await orchestrator(request).jobs.stdin(principal(request), job_id, body)

@@ -55,7 +55,9 @@ async def execute(request: Request, sandbox_id: str, body: ExecRequest) -> Respo
     return Json(await service.execution.execute(sandbox, body, disconnected))
 
 
-@routes.post("/sandboxes", response_model=SandboxInfo, responses=errors(409, 413, 429), summary="Create a sandbox")
+@routes.post(
+    "/sandboxes", response_model=SandboxInfo, responses=errors(409, 413, 429), summary="Create a sandbox"
+)
 async def create(request: Request, body: CreateSandbox) -> Response:
     """Answers at once, with status `pending`; GET …/wait tells when it is ready. The same `sandbox_id` or
     `idempotency_key` with the same body is the same sandbox; with another body it is a 409."""
@@ -64,7 +66,9 @@ async def create(request: Request, body: CreateSandbox) -> Response:
     return json_of(service.describe(sandbox))
 
 
-@routes.post("/sandboxes/batch", response_model=BatchResult, responses=errors(413), summary="Create many sandboxes")
+@routes.post(
+    "/sandboxes/batch", response_model=BatchResult, responses=errors(413), summary="Create many sandboxes"
+)
 async def create_many(request: Request, body: BatchCreate) -> Response:
     """Each entry as POST /sandboxes would answer it, in the same order: a sandbox or an error."""
     service, caller = orchestrator(request), principal(request)
@@ -90,7 +94,9 @@ async def list_all(
 ) -> Response:
     """Those you may see, in order of creation. Ended ones only when their status is asked for."""
     service = orchestrator(request)
-    page, following = service.catalog.page(principal(request), parse_labels(label), set(status), limit, cursor)
+    page, following = service.catalog.page(
+        principal(request), parse_labels(label), set(status), limit, cursor
+    )
     return json_of({"sandboxes": service.describe_all(page), "next_cursor": following})
 
 
@@ -100,7 +106,9 @@ async def delete_many(request: Request, label: Labels = []) -> Response:  # noqa
     service = orchestrator(request)
     labels = parse_labels(label)
     if not labels:
-        raise InvalidRequest("name at least one label=name=value: deleting everything needs to be asked for one by one")
+        raise InvalidRequest(
+            "name at least one label=name=value: deleting everything needs to be asked for one by one"
+        )
     doomed = list(service.catalog.select(principal(request), labels, set()))
     outcomes = await asyncio.gather(*map(service.lifecycle.delete, doomed), return_exceptions=True)
     for outcome in outcomes:
@@ -109,7 +117,9 @@ async def delete_many(request: Request, label: Labels = []) -> Response:  # noqa
     return json_of({"status": "deleted", "sandbox_ids": [sandbox.sandbox_id for sandbox in doomed]})
 
 
-@routes.get("/sandboxes/{sandbox_id}", response_model=SandboxInfo, responses=errors(404), summary="One sandbox")
+@routes.get(
+    "/sandboxes/{sandbox_id}", response_model=SandboxInfo, responses=errors(404), summary="One sandbox"
+)
 async def get(request: Request, sandbox_id: str) -> Response:
     """One that failed to start is still there, with `status` failed and its `reason`; one that has ended is a 404
     with code `sandbox_dead` or `sandbox_deleted`."""
@@ -131,7 +141,9 @@ async def wait(request: Request, sandbox_id: str, timeout: Seconds | None = None
     return json_of(service.describe(sandbox))
 
 
-@routes.delete("/sandboxes/{sandbox_id}", response_model=Deleted, responses=errors(404), summary="Delete a sandbox")
+@routes.delete(
+    "/sandboxes/{sandbox_id}", response_model=Deleted, responses=errors(404), summary="Delete a sandbox"
+)
 async def delete(request: Request, sandbox_id: str) -> Response:
     """Returns when nothing of it is left. Repeating is fine; while it is pending, it is cancelled."""
     service = orchestrator(request)
@@ -140,7 +152,9 @@ async def delete(request: Request, sandbox_id: str) -> Response:
     return json_of({"status": "deleted", "sandbox_id": sandbox.sandbox_id})
 
 
-@routes.patch("/sandboxes/{sandbox_id}", response_model=SandboxInfo, responses=errors(404), summary="Change a sandbox")
+@routes.patch(
+    "/sandboxes/{sandbox_id}", response_model=SandboxInfo, responses=errors(404), summary="Change a sandbox"
+)
 async def change(request: Request, sandbox_id: str, body: PatchSandbox) -> Response:
     """`ttl_seconds` counts anew from now; `labels` replaces all labels."""
     service = orchestrator(request)
@@ -176,7 +190,9 @@ async def stats(request: Request, sandbox_id: str) -> Response:
     return json_of(await service.stats(sandbox))
 
 
-@routes.get("/sandboxes/{sandbox_id}/logs", response_model=SandboxLogs, responses=errors(404), summary="Its log")
+@routes.get(
+    "/sandboxes/{sandbox_id}/logs", response_model=SandboxLogs, responses=errors(404), summary="Its log"
+)
 async def logs(request: Request, sandbox_id: str) -> Response:
     """Lines of its lifecycle and of its agent; also of one that failed to start."""
     service = orchestrator(request)

@@ -67,7 +67,10 @@ class SqliteStore:
             self._db = self._connect()
 
     def _connect(self) -> sqlite3.Connection:
-        db = sqlite3.connect(self._file, isolation_level=None, check_same_thread=True)
+        # First, as the log beside it takes over its mode.
+        self._file.touch(mode=0o600)
+        self._file.chmod(0o600)
+        db = sqlite3.connect(self._file, isolation_level=None)
         try:
             # The state directory belongs to one process: no lock to take, no shared memory to map, per commit.
             db.execute("pragma locking_mode = exclusive")
@@ -86,7 +89,6 @@ class SqliteStore:
         except BaseException:
             db.close()
             raise
-        self._file.chmod(0o600)
         return db
 
     def _set_aside(self, error: Exception) -> None:
@@ -142,19 +144,23 @@ class SqliteStore:
             return
         try:
             self._write(list(sandboxes.values()), jobs)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, InfrastructureError) as error:
             _log.error("the state could not be written: %s", error)
             # Nothing is lost yet: it is tried again with the next write.
             self._sandboxes = sandboxes | self._sandboxes
             self._jobs = jobs | self._jobs
             if flushed is not None and not flushed.done():
-                flushed.set_exception(InfrastructureError(f"the state could not be written: {error}; is the disk full?"))
+                flushed.set_exception(
+                    InfrastructureError(f"the state could not be written: {error}; is the disk full?")
+                )
                 flushed.exception()
             return
         if flushed is not None and not flushed.done():
             flushed.set_result(None)
 
-    def _write(self, sandboxes: list[SandboxRecord], changes: dict[tuple[str, str], JobRecord | None]) -> None:
+    def _write(
+        self, sandboxes: list[SandboxRecord], changes: dict[tuple[str, str], JobRecord | None]
+    ) -> None:
         db = self._connection()
         jobs = [
             (j.owner, j.job_id, j.sandbox_id, j.digest, j.finished_at, j.head, j.output)
@@ -223,9 +229,13 @@ class SqliteStore:
         oldest = self._read(
             "select n, finished_at from jobs where finished_at is not null order by n limit ?", _EXPIRE_ROWS
         )
-        jobs = [(n,) for n, finished_at in oldest if isinstance(finished_at, float) and finished_at < jobs_before]
+        jobs = [
+            (n,) for n, finished_at in oldest if isinstance(finished_at, float) and finished_at < jobs_before
+        ]
         ended = self._read(
-            "select n, sandbox_id from sandboxes where ended_at < ? order by n limit ?", sandboxes_before, _EXPIRE_ROWS
+            "select n, sandbox_id from sandboxes where ended_at < ? order by n limit ?",
+            sandboxes_before,
+            _EXPIRE_ROWS,
         )
         if jobs or ended:
             db = self._connection()
