@@ -21,6 +21,9 @@ class Pipes:
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
+        # One buffer for all reads: a fresh one each time would be mapped and unmapped each time.
+        self._buffer = bytearray(_READ_BYTES)
+        self._view = memoryview(self._buffer)
 
     def attach(self, job: Job, stdout_fd: int, stderr_fd: int, stdin_fd: int) -> None:
         """Take over the agent's ends of a started command's pipes; stdin_fd is -1 if it has no input."""
@@ -35,21 +38,22 @@ class Pipes:
 
     def read(self, job: Job, fd: int, reads: int = 4) -> None:
         window = job.fds[fd]
+        buffer, view = self._buffer, self._view
         for _ in range(reads):
             try:
-                data = os.read(fd, _READ_BYTES)
+                count = os.readv(fd, (buffer,))
             except BlockingIOError:
                 return
             except OSError:
-                data = b""
-            if not data:
+                count = 0
+            if not count:
                 self._close_output(job, fd)
                 return
             # After the job's end its result is fixed; what a background child still writes is drained so that
             # it never blocks, and dropped.
             if not job.finished:
-                window.write(data)
-            if len(data) < _READ_BYTES:
+                window.write(bytes(view[:count]))
+            if count < _READ_BYTES:
                 return
 
     def _close_output(self, job: Job, fd: int) -> None:

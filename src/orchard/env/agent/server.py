@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from orchard.env.agent.containment import Containment
 
-_RECEIVE_BYTES = 1 << 18
+_RECEIVE_BYTES = 1 << 16
 _LOG_BYTES = 64 << 10
 #: Ways for a command to end that are errors of the request, told as such to a caller that waits.
 _REFUSALS = ("cwd_not_found", "user_not_found", "invalid_request")
@@ -56,17 +56,18 @@ class Connection:
             self._receive()
 
     def _receive(self) -> None:
+        view = self._agent.receive_view
         try:
-            data = self._sock.recv(_RECEIVE_BYTES)
+            count = self._sock.recv_into(view)
         except BlockingIOError:
             return
         except OSError:
-            data = b""
-        if not data:
+            count = 0
+        if not count:
             self.close()
             return
         try:
-            for header, payload in self._reader.feed(data):
+            for header, payload in self._reader.feed(view[:count]):
                 if not self.closed:
                     self._handle(header, payload)
         except WireError as error:
@@ -178,6 +179,8 @@ class Agent:
         self.files = Files()
         self.jobs = JobTable(self.loop, containment, self.defaults, null_fd, self.log)
         self.connections: set[Connection] = set()
+        # One buffer for all receiving: a fresh one each time would be mapped and unmapped each time.
+        self.receive_view = memoryview(bytearray(_RECEIVE_BYTES))
         self._boot_id = os.urandom(8).hex()
         self._operations: dict[str, Callable[..., None]] = {
             "exec": self._exec, "job": self._job, "jobs": self._list_jobs, "cancel": self._cancel,
