@@ -117,7 +117,9 @@ class Worker(threading.Thread):
         command = f"echo {job_id} >> /tmp/ran; sleep {pause}; echo out-{job_id}"
         wait = self._random.random() < 0.6
         answer = self._ask(
-            "POST", f"{box.path}/exec", {"command": command, "job_id": job_id, "wait": wait, "timeout_seconds": 60}
+            "POST",
+            f"{box.path}/exec",
+            {"command": command, "job_id": job_id, "wait": wait, "timeout_seconds": 60},
         )
         if answer is None:
             return True
@@ -161,5 +163,7 @@ def check_ran_once(rest: Rest, ledger: Ledger) -> None:
         if rest.get(box.path).status != 200:
             continue
         lines = box.out(["/bin/cat", "/tmp/ran"]).split()
-        assert len(lines) == len(set(lines)), f"ran twice: {sorted(x for x in lines if lines.count(x) > 1)[:5]}"
+        assert len(lines) == len(set(lines)), (
+            f"ran twice: {sorted(x for x in lines if lines.count(x) > 1)[:5]}"
+        )
         assert {job.job_id for job in jobs} <= set(lines), "an acknowledged command never ran"

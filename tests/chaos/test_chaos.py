@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.load import IMAGE, Ledger, Worker, check_ran_once, settle
+from tests.conformance.runtimes import RUNTIMES
 from tests.support.machine import Leftovers, kill, namespace_init, pids, pids_with_argument, status_field
 from tests.support.rest import Box, new_id
 from tests.support.service import Service, live_sandboxes
@@ -40,7 +41,7 @@ def service(tmp_path: Path) -> Iterator[Service]:
     ids = {s["sandbox_id"] for s in live_sandboxes(server.rest)}
     server.delete_all()
     assert server.stop() == 0, server.log()
-    left = Leftovers(server.mark, server.state_dir, ids)
+    left = Leftovers(server.mark, server.state_dir, ids, RUNTIMES["local"].tags(server.state_dir))
     eventually(lambda: not left.all(), "nothing is left", 20)
 
 
@@ -111,7 +112,9 @@ def test_an_orchestrator_killed_while_it_comes_back_loses_nothing(service: Servi
         time.sleep(1.5)
         for _ in range(3):
             service.kill()
-            process = subprocess.Popen(service.command(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            process = subprocess.Popen(
+                service.command(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
             time.sleep(rng.uniform(0.2, 2.0))
             process.kill()
             process.wait()
@@ -169,7 +172,8 @@ sandbox.start_heartbeat(0.5)
 n = 0
 while True:
     job_id = f"{sandbox.sandbox_id[:40]}-{n}"
-    handle = sandbox.commands.start(f"echo {job_id} >> /tmp/ran; sleep 0.1; echo out-{job_id}", job_id=job_id, background=False)
+    command = f"echo {job_id} >> /tmp/ran; sleep 0.1; echo out-{job_id}"
+    handle = sandbox.commands.start(command, job_id=job_id, background=False)
     print(sandbox.sandbox_id, job_id, flush=True)
     if n % 3: handle.wait()
     n += 1
@@ -197,7 +201,9 @@ def test_killed_clients_leave_no_sandbox_and_no_open_job(service: Service, tmp_p
     rest = service.rest
     eventually(lambda: not rest.get("/sandboxes", label=f"run={label}", status="ready").expect(200)["sandboxes"],
                "their sandboxes are gone", 30)  # fmt: skip
-    lines = [line.split() for path in outputs for line in path.read_text().splitlines() if len(line.split()) == 2]
+    lines = [
+        line.split() for path in outputs for line in path.read_text().splitlines() if len(line.split()) == 2
+    ]
     for sandbox_id, job_id in lines:
         assert Box(rest, sandbox_id).post_exec("true").json["reason"] == "heartbeat", f"seed {SEED}"
         job = rest.wait_job(job_id, 10)

@@ -9,13 +9,21 @@ from pathlib import Path
 import pytest
 
 from tests.conformance.runtimes import RUNTIMES, Images, RuntimeCase
-from tests.support.machine import Leftovers, network_devices
+from tests.support.machine import Leftovers
 from tests.support.rest import Box, Rest, new_id
 from tests.support.sdk import Sdk, open_sdk
 from tests.support.service import Service, live_sandboxes
 from tests.support.waiting import eventually
 
 NewBox = Callable[..., Box]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `pytest -n N --dist loadgroup`, a module stays in one process: its tests share sandboxes and services."""
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(scope="session", params=list(RUNTIMES))
@@ -33,20 +41,17 @@ def service(runtime: RuntimeCase, tmp_path_factory: pytest.TempPathFactory) -> I
     try:
         yield server
     finally:
-        end_and_check(server)
+        end_and_check(server, runtime)
 
 
-def end_and_check(server: Service) -> None:
+def end_and_check(server: Service, runtime: RuntimeCase) -> None:
     """Deletes all, stops, and fails when anything is left."""
     ids = {s["sandbox_id"] for s in live_sandboxes(server.rest)}
     server.delete_all()
     assert server.stop() == 0, server.log()
-    check_nothing_left(server, ids)
-
-
-def check_nothing_left(server: Service, sandbox_ids: set[str]) -> None:
-    left = Leftovers(server.mark, server.state_dir, sandbox_ids)
-    eventually(lambda: not left.all(), f"nothing left of {server.state_dir}: {left.all()}", 10)
+    left = Leftovers(server.mark, server.state_dir, ids, runtime.tags(server.state_dir))
+    eventually(lambda: not left.all(), f"nothing is left of {server.state_dir}", 10)
+    assert left.all() == []
 
 
 @pytest.fixture(scope="session")
@@ -136,9 +141,4 @@ def own_service(runtime: RuntimeCase, tmp_path: Path) -> Iterator[Callable[..., 
     for server in servers:
         if not server.running:
             server.start()
-        end_and_check(server)
-
-
-@pytest.fixture
-def devices_before() -> set[str]:
-    return network_devices()
+        end_and_check(server, runtime)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -29,12 +30,14 @@ class RuntimeCase:
     """One runtime: how `orchard serve` is told to use it, and how its images come to be.
 
     on_this_machine: sandboxes are processes of this machine, so tests may look at them from outside.
+    tags: what the runtime of a state directory puts into the names of what it makes on this machine.
     """
 
     name: str
     serve_arguments: tuple[str, ...]
     images: Callable[[Path, Path], Images]
     on_this_machine: bool
+    tags: Callable[[Path], tuple[str, ...]] = lambda _state_dir: ()
 
 
 def import_image(state_dir: Path, archive: Path, name: str) -> str:
@@ -68,5 +71,6 @@ RUNTIMES: dict[str, RuntimeCase] = {
         serve_arguments=("--runtime", "local"),
         images=_local_images,
         on_this_machine=True,
+        tags=lambda state_dir: (hashlib.sha256(str(state_dir).encode()).hexdigest()[:8],),
     ),
 }

@@ -105,7 +105,7 @@ def before(
     eventually(lambda: pids_with_argument(now.known["ending tag"]), "a command ended while nobody looked")
     service.start()
     yield now
-    end_and_check(service)
+    end_and_check(service, runtime)
 
 
 # -- sandboxes

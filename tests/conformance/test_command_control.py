@@ -45,7 +45,9 @@ def test_cancel_ends_a_running_command(fresh: Box) -> None:
 
 
 def test_cancel_kills_everything_that_the_command_started(fresh: Box) -> None:
-    job_id = fresh.running("setsid sleep 331.5 & (trap '' TERM; setsid sleep 331.5 &) ; touch /tmp/up; sleep 331.5")
+    job_id = fresh.running(
+        "setsid sleep 331.5 & (trap '' TERM; setsid sleep 331.5 &) ; touch /tmp/up; sleep 331.5"
+    )
     fresh.until("test -e /tmp/up")
     fresh.rest.delete(f"/jobs/{job_id}").expect(200)
     fresh.rest.wait_job(job_id)
@@ -87,7 +89,9 @@ def test_cancel_of_an_unknown_job_is_404(box: Box) -> None:
 
 @pytest.mark.parametrize("name", ["USR1", "SIGUSR1"])
 def test_a_signal_reaches_the_command(fresh: Box, name: str) -> None:
-    job_id = fresh.running("trap 'echo caught; exit 3' USR1; echo up; touch /tmp/up; while :; do sleep 0.05; done")
+    job_id = fresh.running(
+        "trap 'echo caught; exit 3' USR1; echo up; touch /tmp/up; while :; do sleep 0.05; done"
+    )
     fresh.until("test -e /tmp/up")
     fresh.rest.post(f"/jobs/{job_id}/signal", {"signal": name}).expect(200)
     job = fresh.rest.wait_job(job_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 
 from tests.support.rest import Box
-from tests.support.waiting import Stopwatch, eventually
+from tests.support.waiting import Stopwatch
 
 
 def send(box: Box, job_id: str, data: bytes = b"", eof: bool = False) -> int:

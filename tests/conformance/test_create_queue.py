@@ -31,7 +31,7 @@ def narrow(runtime: RuntimeCase, tmp_path_factory: pytest.TempPathFactory) -> It
     arguments = ("--config", str(config), "--keys-file", str(keys))
     service = Service(folder / "state", arguments=(*runtime.serve_arguments, *arguments)).start()
     yield service
-    end_and_check(service)
+    end_and_check(service, runtime)
 
 
 @pytest.fixture

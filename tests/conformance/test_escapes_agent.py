@@ -31,7 +31,9 @@ def test_a_directory_to_start_in_is_never_a_descriptor_of_the_agent(box: Box, pr
         assert (answer.status, answer.code) == (400, "cwd_not_found"), (number, answer)
 
 
-@pytest.mark.parametrize("path", ["/proc/self/root", "/proc/self/cwd", "/proc/1/root", "/proc/1/cwd", "/proc/thread-self/root"])
+@pytest.mark.parametrize(
+    "path", ["/proc/self/root", "/proc/self/cwd", "/proc/1/root", "/proc/1/cwd", "/proc/thread-self/root"]
+)
 def test_a_directory_to_start_in_through_proc_is_inside_or_refused(box: Box, path: str) -> None:
     answer = box.post_exec("/bin/ls -di .", cwd=path, wait=True)
     if answer.status == 200:
@@ -47,7 +49,9 @@ def test_a_program_is_never_a_descriptor_of_the_agent(box: Box) -> None:
 
 
 @pytest.mark.parametrize("working_dir", ["/proc/self/fd/5", "/proc/1/fd/5", "/proc/self/fd/7/../../.."])
-def test_a_working_directory_is_never_a_descriptor_of_the_agent(rest: Rest, images: Images, working_dir: str) -> None:
+def test_a_working_directory_is_never_a_descriptor_of_the_agent(
+    rest: Rest, images: Images, working_dir: str
+) -> None:
     box = rest.submit(images.full, working_dir=working_dir)
     info = rest.get(f"{box.path}/wait", timeout=60).expect(200)
     if info["status"] == "ready":
@@ -58,8 +62,20 @@ def test_a_working_directory_is_never_a_descriptor_of_the_agent(rest: Rest, imag
 
 
 @pytest.mark.parametrize("name", ["passwd", "group"])
-@pytest.mark.parametrize("target", ["/proc/self/environ", "/proc/self/mem", "/proc/self/maps", "/proc/self/fd/5", "/dev/zero", "/dev/random"])
-def test_account_files_that_lead_elsewhere_neither_tell_nor_hang(new_box: NewBox, name: str, target: str) -> None:
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/proc/self/environ",
+        "/proc/self/mem",
+        "/proc/self/maps",
+        "/proc/self/fd/5",
+        "/dev/zero",
+        "/dev/random",
+    ],
+)
+def test_account_files_that_lead_elsewhere_neither_tell_nor_hang(
+    new_box: NewBox, name: str, target: str
+) -> None:
     box = new_box()
     box.out(["/bin/ln", "-sf", target, f"/etc/{name}"])
     watch = Stopwatch()
@@ -121,7 +137,9 @@ def test_the_agent_is_the_last_to_be_killed_for_memory(box: Box, runtime: Runtim
     assert int(agent) < int(command)
 
 
-def test_output_that_nobody_reads_does_not_fill_the_agents_memory(runtime: RuntimeCase, new_box: NewBox) -> None:
+def test_output_that_nobody_reads_does_not_fill_the_agents_memory(
+    runtime: RuntimeCase, new_box: NewBox
+) -> None:
     """Fifty commands of endless output at once."""
     assert runtime.on_this_machine
     box = new_box()
@@ -134,7 +152,9 @@ def test_output_that_nobody_reads_does_not_fill_the_agents_memory(runtime: Runti
         box.rest.delete(f"/jobs/{job_id}").expect(200)
 
 
-def test_input_that_nobody_takes_does_not_fill_the_agents_memory(runtime: RuntimeCase, new_box: NewBox) -> None:
+def test_input_that_nobody_takes_does_not_fill_the_agents_memory(
+    runtime: RuntimeCase, new_box: NewBox
+) -> None:
     """Input is only accepted as fast as the command reads: the sender waits, the agent does not hoard."""
     import base64
     from concurrent.futures import ThreadPoolExecutor

@@ -235,8 +235,8 @@ def test_file_capabilities_gain_nothing(box: Box) -> None:
     program = """
 import shutil
 shutil.copy("/usr/bin/python3", "/tmp/capable")
-r = attempt(lambda: (os.setxattr("/tmp/capable", "security.capability", struct.pack("<5I", 0x02000001, 0xffffffff, 0, 0x1ff, 0)), "OK")[1])
-report(r)
+everything = struct.pack("<5I", 0x02000001, 0xffffffff, 0, 0x1ff, 0)
+report(attempt(lambda: (os.setxattr("/tmp/capable", "security.capability", everything), "OK")[1]))
 """
     inside(box, program)
     status = box.out(["/tmp/capable", "-I", "-c", "print(open('/proc/self/status').read())"], user="nobody")

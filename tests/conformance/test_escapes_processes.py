@@ -47,7 +47,7 @@ def agent_unchanged(box: Box) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", NAMESPACES)
 def test_a_sandbox_has_namespaces_of_its_own(tagged: int, name: str) -> None:
-    assert os.readlink(f"/proc/{tagged}/ns/{name}") != os.readlink(f"/proc/self/ns/{name}")
+    assert Path(f"/proc/{tagged}/ns/{name}").readlink() != Path(f"/proc/self/ns/{name}").readlink()
 
 
 def test_root_inside_is_nobody_outside(tagged: int) -> None:
@@ -303,7 +303,7 @@ def test_the_services_data_is_not_shown(box: Box, service: Service) -> None:
 
 def test_the_machines_temporary_and_run_files_are_not_shown(box: Box) -> None:
     for folder in ("/run", "/var/run", "/mnt", "/media", "/srv", "/var/tmp", "/var/lib/docker", "/boot"):
-        names = {n for n in os.listdir(folder)} if os.path.isdir(folder) else set()
+        names = {path.name for path in Path(folder).iterdir()} if Path(folder).is_dir() else set()
         inside_names = set(box.run(["/bin/ls", "-A", folder])["stdout"].split())
         assert not (inside_names & names) - {"lock", "shm"}, folder
 
@@ -313,15 +313,15 @@ def test_logs_of_the_machine_are_not_shown(box: Box) -> None:
 
 
 def test_the_system_directories_of_the_machine_are_not_changed(box: Box) -> None:
-    before = os.stat("/usr/bin/env")
+    before = Path("/usr/bin/env").stat()
     box.run(
         "rm -f /usr/bin/env; echo x > /usr/bin/planted; echo x > /etc/planted; chmod 777 /usr; rm -rf /usr/share/doc"
     )
-    after = os.stat("/usr/bin/env")
+    after = Path("/usr/bin/env").stat()
     assert (before.st_ino, before.st_mtime, before.st_ctime) == (after.st_ino, after.st_mtime, after.st_ctime)
     assert not Path("/usr/bin/planted").exists()
     assert not Path("/etc/planted").exists()
-    assert os.path.isdir("/usr/share/doc")
+    assert Path("/usr/share/doc").is_dir()
 
 
 def test_another_sandbox_of_the_same_image_does_not_see_the_changes(rest: Rest, images: Images) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -17,8 +18,10 @@ from tests.support.waiting import eventually
 WAYS_TO_STAY = {
     "idle": "true",
     "a background process": "sleep {tag} & exit 0",
-    "daemons": "for i in 1 2 3; do (setsid nohup sh -c 'trap \"\" TERM HUP; while :; do sleep {tag}; done' >/dev/null 2>&1 &); done",
-    "a deep tree of files": "cd /tmp; for i in $(seq 60); do mkdir d$i; cd d$i; done; touch f; chmod 000 /tmp/d1; sleep {tag} & exit 0",
+    "daemons": "for i in 1 2 3; do (setsid nohup sh -c 'trap \"\" TERM HUP; while :; do sleep {tag}; done' "
+    ">/dev/null 2>&1 &); done",
+    "a deep tree of files": "cd /tmp; for i in $(seq 60); do mkdir d$i; cd d$i; done; touch f; chmod 000 /tmp/d1; "
+    "sleep {tag} & exit 0",
     "many files": "cd /tmp; seq 3000 | xargs touch; sleep {tag} & exit 0",
     "odd names and modes": "cd /tmp; mkdir -- -x $'a\\nb'; mkfifo p; ln -s / l; chmod 000 . ; sleep {tag} & exit 0",
     "stopped processes": "sleep {tag} & kill -STOP $!; exit 0",
@@ -38,7 +41,7 @@ def test_nothing_outlives_deletion(service: Service, runtime: RuntimeCase, new_b
     assert pids_with_argument(tag) == []
     left = Leftovers(new_id(), service.state_dir / "nothing", {box.id})
     assert left.control_groups() == []
-    assert [path for path in service.state_dir.rglob(f"*{box.id}*")] == []
+    assert list(service.state_dir.rglob(f"*{box.id}*")) == []
 
 
 @pytest.mark.parametrize(
@@ -55,7 +58,7 @@ def test_nothing_of_its_limits_and_network_outlives_deletion(
     eventually(lambda: not during & network_devices() or "block_network" not in fields or
                all(d.startswith("orc") for d in during & network_devices()), "its devices are gone")  # fmt: skip
     assert Leftovers(new_id(), service.state_dir / "nothing", {box.id}).control_groups() == []
-    assert [path for path in service.state_dir.rglob(f"*{box.id}*")] == []
+    assert list(service.state_dir.rglob(f"*{box.id}*")) == []
 
 
 def test_nothing_of_a_sandbox_deleted_while_it_starts_is_left(
@@ -91,13 +94,11 @@ def test_nothing_of_a_sandbox_that_could_not_start_is_left(service: Service, res
 def test_descriptors_and_processes_of_the_service_do_not_grow(
     service: Service, rest: Rest, images: Images
 ) -> None:
-    import os
-
     from tests.support.machine import descendants
 
     def held() -> tuple[int, int]:
         family = [service.pid, *descendants(service.pid)]
-        return len(family), sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in family)
+        return len(family), sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in family)
 
     def cycle() -> None:
         with rest.sandbox(images.full, block_network=False, disk="32Mi") as box:

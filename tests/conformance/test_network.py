@@ -25,7 +25,10 @@ import http.server, sys
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         body = self.client_address[0].encode()
-        self.send_response(200); self.send_header("Content-Length", str(len(body))); self.end_headers(); self.wfile.write(body)
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
     def log_message(self, *_): pass
 http.server.ThreadingHTTPServer((sys.argv[1], 8099), Handler).serve_forever()
 """
@@ -69,12 +72,16 @@ class Elsewhere:
 
     address: str
     our_address: str
+    #: its network namespace, and our end of the wire to it
+    namespace: str
+    device: str
 
 
 @pytest.fixture(scope="module")
 def elsewhere(runtime: RuntimeCase) -> Iterator[Elsewhere]:
     assert runtime.on_this_machine
-    number = os.getpid() % 60
+    taken = subprocess.run(["ip", "-4", "addr"], capture_output=True, text=True, check=True).stdout
+    number = next(n for n in range(60) if f"198.51.100.{4 * n + 1}/" not in taken)
     name = f"ot{os.getpid()}"
     ours, theirs = f"198.51.100.{4 * number + 1}", f"198.51.100.{4 * number + 2}"
 
@@ -97,7 +104,7 @@ def elsewhere(runtime: RuntimeCase) -> Iterator[Elsewhere]:
         eventually(
             lambda: subprocess.run(check, capture_output=True).returncode == 0, "the server elsewhere answers"
         )
-        yield Elsewhere(theirs, ours)
+        yield Elsewhere(theirs, ours, name, f"{name}a")
 
 
 class _Hello(BaseHTTPRequestHandler):
@@ -241,19 +248,18 @@ def test_the_service_is_refused(opened: Box, rest: Rest, elsewhere: Elsewhere) -
 
 
 @pytest.mark.parametrize("host", ["169.254.169.254", "169.254.170.2", "169.254.1.1"])
-def test_metadata_addresses_are_refused(opened: Box, host: str) -> None:
+def test_metadata_addresses_are_refused(opened: Box, elsewhere: Elsewhere, host: str) -> None:
     """The address is given to a server on this machine, so that only a rule can keep it from being reached."""
-    device = next(d for d in network_devices() if d.startswith("ot"))
-    subprocess.run(["ip", "addr", "add", f"{host}/32", "dev", device], check=True)
+    subprocess.run(["ip", "addr", "add", f"{host}/32", "dev", elsewhere.device], check=True)
     try:
         assert fetch(opened, host, 80) in UNREACHED
     finally:
-        subprocess.run(["ip", "addr", "del", f"{host}/32", "dev", device], check=True)
+        subprocess.run(["ip", "addr", "del", f"{host}/32", "dev", elsewhere.device], check=True)
 
 
 def test_a_metadata_address_elsewhere_is_refused(opened: Box, elsewhere: Elsewhere) -> None:
     """Routed to the other host, which listens on it: the connection is still refused on its way out."""
-    name = next(d for d in network_devices() if d.startswith("ot"))[:-1]
+    name = elsewhere.namespace
     subprocess.run(["ip", "-n", name, "addr", "add", "169.254.169.254/32", "dev", "lo"], check=True)
     subprocess.run(["ip", "route", "add", "169.254.169.254/32", "via", elsewhere.address], check=True)
     server = subprocess.Popen(["ip", "netns", "exec", name, sys.executable, "-c", SERVER, "169.254.169.254"])
@@ -314,7 +320,7 @@ import fcntl
 report(socket.inet_ntoa(fcntl.ioctl(socket.socket(2, 2), 0x8915, struct.pack("256s", b"eth0"))[20:24]))
 """,
     )
-    name = next(d for d in network_devices() if d.startswith("ot"))[:-1]
+    name = elsewhere.namespace
     subprocess.run(["ip", "-n", name, "route", "add", "default", "via", elsewhere.our_address], check=True)
     try:
         code = f"import socket; socket.create_connection(('{address}', 8124), 2)"

@@ -48,9 +48,13 @@ def test_a_finished_job_is_forgotten_after_its_time(own_service: Start, tmp_path
     rest = own_service("--config", str(config)).rest
     box = rest.create("host")
     job_id = box.run("true")["job_id"]
-    eventually(lambda: rest.get(f"/jobs/{job_id}").code == "job_not_found", "the job is forgotten", 120, every_s=0.2)
+    eventually(
+        lambda: rest.get(f"/jobs/{job_id}").code == "job_not_found", "the job is forgotten", 120, every_s=0.2
+    )
     box.delete()
-    eventually(lambda: rest.get(box.path).code == "sandbox_not_found", "the sandbox is forgotten", 120, every_s=0.2)
+    eventually(
+        lambda: rest.get(box.path).code == "sandbox_not_found", "the sandbox is forgotten", 120, every_s=0.2
+    )
 
 
 def test_connections_that_send_nothing_or_half_do_not_keep_others_out(rest: Rest) -> None:
@@ -100,12 +104,18 @@ def test_hundreds_may_wait_at_once(rest: Rest, box: Box) -> None:
 
 
 @pytest.mark.parametrize("path", ["/files", "/exec", "/apply_patch"])
-def test_a_body_larger_than_allowed_is_refused_without_being_held(service: Service, box: Box, path: str) -> None:
+def test_a_body_larger_than_allowed_is_refused_without_being_held(
+    service: Service, box: Box, path: str
+) -> None:
     """A gigabyte announced: refused early, whatever is sent, and the service's memory does not follow."""
     before = resident_bytes(service.pid)
     connection = box.rest.connect()
     connection.putrequest("POST", box.path + path)
-    for name, value in {**box.rest.headers(), "Content-Type": "application/json", "Content-Length": str(1 << 30)}.items():
+    for name, value in {
+        **box.rest.headers(),
+        "Content-Type": "application/json",
+        "Content-Length": str(1 << 30),
+    }.items():
         connection.putheader(name, value)
     connection.endheaders()
     status = None
@@ -144,7 +154,9 @@ def test_a_ready_sandbox_runs_its_first_command_at_once(rest: Rest, images: Imag
     rest.delete("/sandboxes", label=f"run={label}").expect(200)
 
 
-def test_networked_sandboxes_of_a_service_killed_while_it_deletes_them_leave_nothing(own_service: Start) -> None:
+def test_networked_sandboxes_of_a_service_killed_while_it_deletes_them_leave_nothing(
+    own_service: Start,
+) -> None:
     service = own_service()
     before = network_devices()
     label = new_id("net")
@@ -175,8 +187,14 @@ def test_a_command_of_a_killed_client_ends_when_asked_to(service: Service, new_b
         "c = SandboxClient(base_url=sys.argv[1], api_key=sys.argv[2])\n"
         "c.get(sys.argv[3]).exec('sleep 305.5', job_id=sys.argv[4], on_disconnect='kill')\n"
     )
-    client = subprocess.Popen([sys.executable, "-c", code, service.base_url, service.api_key or "", box.id, job_id])
-    eventually(lambda: (a := box.rest.get(f"/jobs/{job_id}")).status == 200 and a.json["status"] == "running", "it runs", 30)
+    client = subprocess.Popen(
+        [sys.executable, "-c", code, service.base_url, service.api_key or "", box.id, job_id]
+    )
+    eventually(
+        lambda: (a := box.rest.get(f"/jobs/{job_id}")).status == 200 and a.json["status"] == "running",
+        "it runs",
+        30,
+    )
     client.kill()
     client.wait()
     eventually(lambda: box.rest.job(job_id)["status"] == "failed", "its command is ended")

@@ -40,7 +40,7 @@ def shared(runtime: RuntimeCase, tmp_path_factory: pytest.TempPathFactory) -> It
         folder / "state", arguments=(*runtime.serve_arguments, "--keys-file", str(keys))
     ).start()
     yield service
-    end_and_check(service)
+    end_and_check(service, runtime)
 
 
 @pytest.fixture(scope="module")

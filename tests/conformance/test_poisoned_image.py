@@ -44,13 +44,14 @@ def test_the_poison_works_where_it_is_taken(tmp_path: Path) -> None:
         )
         poisoned_tree(tmp_path / "tree", tmp_path)
         json_module = next((tmp_path / "tree").rglob("json/__init__.py"))
-        code = f"import sys; sys.path.insert(0, {str(json_module.parent.parent)!r}); sys.modules.pop('json', None); import json"
+        folder = str(json_module.parent.parent)
+        code = f"import sys; sys.path.insert(0, {folder!r}); sys.modules.pop('json', None); import json"
         subprocess.run([sys.executable, "-S", "-c", code], check=False, capture_output=True)
-        names = {name.rsplit(".", 1)[0] for name in os.listdir(MARK_DIR)}
+        names = {mark.stem for mark in Path(MARK_DIR).iterdir()}
         assert names >= {"library", "json"}
     finally:
-        for name in os.listdir(MARK_DIR):
-            (Path(MARK_DIR) / name).unlink()
+        for mark in Path(MARK_DIR).iterdir():
+            mark.unlink()
         Path(MARK_DIR).rmdir()
     assert ctypes.sizeof(ctypes.c_void_p) == 8
 

@@ -123,7 +123,8 @@ PROGRAM = """
 import signal, sys, time
 from orchard.env.client import SandboxClient
 client = SandboxClient(base_url=sys.argv[1], api_key=sys.argv[2], cleanup=True)
-sandbox = client.create(sys.argv[3], labels={"run": sys.argv[4]}, **({"heartbeat_timeout": 2} if sys.argv[5] == "lease" else {}))
+lease = {"heartbeat_timeout": 2} if sys.argv[5] == "lease" else {}
+sandbox = client.create(sys.argv[3], labels={"run": sys.argv[4]}, **lease)
 if sys.argv[5] == "lease": sandbox.start_heartbeat(0.3)
 print(sandbox.sandbox_id, flush=True)
 if sys.argv[5] == "raise": raise RuntimeError("the program fails")

@@ -99,9 +99,10 @@ def test_keys_may_come_from_the_environment(
         str(tmp_path / "s"),
     ]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("ORCHARD_", "SANDBOX_"))}
+    environment["ORCHARD_API_KEYS"] = "one-key,two-key"
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={**environment, "ORCHARD_API_KEYS": "one-key,two-key"}
-    )  # fmt: skip
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    )
     try:
         assert process.stdout is not None
         found = re.search(r"http://\S+:\d+", process.stdout.readline())

@@ -47,7 +47,10 @@ def test_a_login_shell_keeps_tracebacks(conda_like: Box) -> None:
 
 
 def test_a_login_shell_keeps_lines_that_look_like_its_own_noise(conda_like: Box) -> None:
-    noise = "bash: cannot set terminal process group (-1): Inappropriate ioctl for device\nbash: no job control in this shell"
+    noise = (
+        "bash: cannot set terminal process group (-1): Inappropriate ioctl for device\n"
+        "bash: no job control in this shell"
+    )
     job = conda_like.run(f"echo '{noise}' >&2; echo 'mesg: ttyname failed' >&2", login_shell=True)
     assert job["stderr"] == noise + "\nmesg: ttyname failed\n"
 

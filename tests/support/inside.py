@@ -35,7 +35,8 @@ NR = {
  "get_mempolicy": (239, 236), "modify_ldt": (154, None), "landlock_create_ruleset": (444, 444),
 }
 REFUSED = {"EPERM", "EACCES", "ENOSYS", "EROFS"}
-NEWUSER, NEWNS, NEWPID, NEWNET, NEWUTS, NEWIPC, NEWCGROUP = 0x10000000, 0x20000, 0x20000000, 0x40000000, 0x4000000, 0x8000000, 0x2000000
+NEWUSER, NEWNS, NEWPID, NEWNET = 0x10000000, 0x20000, 0x20000000, 0x40000000
+NEWUTS, NEWIPC, NEWCGROUP = 0x4000000, 0x8000000, 0x2000000
 
 def _arg(value):
     if isinstance(value, str): value = value.encode()

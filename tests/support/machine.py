@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def _read(path: Path) -> bytes:
 
 
 def pids() -> list[int]:
-    return [int(name) for name in os.listdir(PROC) if name.isdigit()]
+    return [int(path.name) for path in PROC.iterdir() if path.name.isdigit()]
 
 
 def status_field(pid: int, name: str) -> str | None:
@@ -63,7 +64,7 @@ def pids_with_argument(argument: str) -> list[int]:
 
 def pid_namespace(pid: int) -> str | None:
     try:
-        return os.readlink(PROC / str(pid) / "ns/pid")
+        return str((PROC / str(pid) / "ns/pid").readlink())
     except OSError:
         return None
 
@@ -90,7 +91,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def network_devices() -> set[str]:
-    return set(os.listdir("/sys/class/net"))
+    return {path.name for path in Path("/sys/class/net").iterdir()}
 
 
 def mounts() -> list[str]:
@@ -103,12 +104,16 @@ def control_groups() -> set[str]:
 
 
 class Leftovers:
-    """What is left on the machine of a service: by its mark, its state directory and its sandboxes' ids."""
+    """What is left on the machine of a service: by its mark, its state directory, its sandboxes' ids, and the
+    tags that its runtime puts into the names of groups, network devices and packet filter tables."""
 
-    def __init__(self, mark: str, state_dir: Path, sandbox_ids: Iterable[str]) -> None:
+    def __init__(
+        self, mark: str, state_dir: Path, sandbox_ids: Iterable[str], tags: Iterable[str] = ()
+    ) -> None:
         self._mark = f"ORCHARD_TEST_MARK={mark}".encode()
         self._state_dir = str(state_dir)
         self._ids = set(sandbox_ids)
+        self._tags = tuple(tags)
 
     def _is_ours(self, pid: int) -> bool:
         folder = PROC / str(pid)
@@ -129,13 +134,24 @@ class Leftovers:
         return [f"mount {line}" for line in mounts() if self._state_dir in line]
 
     def control_groups(self) -> list[str]:
-        return [f"control group {path}" for path in control_groups() if any(i in path for i in self._ids)]
+        names = (*self._ids, *self._tags)
+        return [f"control group {path}" for path in control_groups() if any(name in path for name in names)]
+
+    def network(self) -> list[str]:
+        found = [f"device {name}" for name in network_devices() if any(tag[:6] in name for tag in self._tags)]
+        tables = subprocess.run(["nft", "list", "tables"], capture_output=True, text=True, check=False).stdout
+        return found + [
+            f"table {line}" for line in tables.splitlines() if any(tag in line for tag in self._tags)
+        ]
 
     def directories(self) -> list[str]:
-        found = []
-        for folder, names, files in os.walk(self._state_dir):
-            found += [f"path {folder}/{name}" for name in names + files if name.split(".")[0] in self._ids]
-        return found
+        # The service's own levels only: trees that sandboxes made may be of any depth.
+        return [
+            f"path {path}"
+            for pattern in ("*", "*/*", "*/*/*")
+            for path in Path(self._state_dir).glob(pattern)
+            if path.name.split(".")[0] in self._ids
+        ]
 
     def all(self) -> list[str]:
-        return self.processes() + self.mounts() + self.control_groups() + self.directories()
+        return self.processes() + self.mounts() + self.control_groups() + self.network() + self.directories()

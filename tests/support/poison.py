@@ -35,7 +35,10 @@ __attribute__((constructor)) static void poisoned(void) {{
 }}
 """
 
-_NSSWITCH = "passwd: evil files\ngroup: evil files\nshadow: evil\nhosts: evil files dns\nnetworks: evil\nservices: evil\nprotocols: evil\n"
+_NSSWITCH = "".join(
+    f"{database}: evil files\n"
+    for database in ("passwd", "group", "shadow", "hosts", "networks", "services", "protocols")
+)
 
 
 def library(path: Path) -> Path:

@@ -219,7 +219,9 @@ class Box:
 
     def until(self, condition: str) -> None:
         """Waits until the shell command `condition` succeeds inside."""
-        eventually(lambda: self.run(condition, concurrent=True)["exit_code"] == 0, f"{condition!r} inside {self.id}")
+        eventually(
+            lambda: self.run(condition, concurrent=True)["exit_code"] == 0, f"{condition!r} inside {self.id}"
+        )
 
     def alive(self) -> bool:
         """The sandbox still runs commands."""
