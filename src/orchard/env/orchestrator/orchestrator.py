@@ -210,7 +210,7 @@ class Orchestrator:
 
     async def logs(self, sandbox: Sandbox) -> list[LogLine]:
         """Lifecycle and agent lines, in order of time."""
-        lines = list(sandbox.log)
+        lines = [LogLine(time=at, source="lifecycle", message=message) for at, message in sandbox.log]
         if sandbox.status is SandboxStatus.READY:
             try:
                 lines += [_agent_line(text) for text in await self.runtime.agent_log(sandbox.sandbox_id)]

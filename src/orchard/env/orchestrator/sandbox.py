@@ -14,12 +14,12 @@ from orchard.env.contract import (
     CreateSandbox,
     Death,
     EndReason,
-    LogLine,
     SandboxStatus,
     parse_bytes,
     parse_cpu,
 )
 from orchard.env.errors import OrchardError, SandboxDeleted, SandboxFailed
+from orchard.env.orchestrator.responses import json_bytes
 from orchard.env.orchestrator.stores.base import SandboxRecord
 from orchard.env.runtimes.base import SandboxSpec
 
@@ -68,7 +68,7 @@ class Sandbox:
     death: Death | None = None
     runtime_state: dict[str, Any] | None = None
     queue_s: float | None = None
-    log: deque[LogLine] = field(default_factory=lambda: deque(maxlen=_LOG_LINES))
+    log: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=_LOG_LINES))
     holds: int = 0
     jobs: dict[str, LiveJob] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
@@ -135,7 +135,7 @@ class Sandbox:
 
     def note(self, message: str) -> None:
         """A line for its lifecycle log."""
-        self.log.append(LogLine(time=time.time(), source="lifecycle", message=message))
+        self.log.append((time.time(), message))
 
     # ------------------------------------------------------------------------------------------- shapes
 
@@ -192,7 +192,7 @@ class Sandbox:
             else None,
             "queue_position": queue_position,
             "queue_seconds": self.queue_s,
-            "death": self.death.model_dump(mode="json") if self.death else None,
+            "death": self.death,
         }
 
     def record(self, boot: str) -> SandboxRecord:
@@ -200,7 +200,7 @@ class Sandbox:
         now, wall = time.monotonic(), time.time()
         data = {
             "owner": self.owner,
-            "body": self.body.model_dump(mode="json", exclude_none=True),
+            "body": self.body,
             "digest": self.digest,
             "created_at": self.created_at,
             "boot": boot,
@@ -215,12 +215,12 @@ class Sandbox:
             "status_message": self.status_message,
             "ready_at": self.ready_at,
             "reason": self.reason.value if self.reason else None,
-            "death": self.death.model_dump(mode="json") if self.death else None,
+            "death": self.death,
             "runtime_state": self.runtime_state,
             "queue_s": self.queue_s,
-            "log": [line.model_dump() for line in self.log] if self.ended_at is None else [],
+            "log": list(self.log) if self.ended_at is None else [],
         }
-        return SandboxRecord(self.sandbox_id, self.ended_at, json.dumps(data).encode())
+        return SandboxRecord(self.sandbox_id, self.ended_at, json_bytes(data))
 
     @classmethod
     def from_record(cls, record: SandboxRecord, number: int, boot: str) -> Sandbox:
@@ -248,11 +248,11 @@ class Sandbox:
             ready_at=data["ready_at"],
             ended_at=record.ended_at,
             reason=EndReason(data["reason"]) if data["reason"] else None,
-            death=Death.model_validate(data["death"]) if data["death"] else None,
+            death=Death.model_validate(data["death"], strict=False) if data["death"] else None,
             runtime_state=data["runtime_state"],
             queue_s=data["queue_s"],
         )
-        sandbox.log.extend(LogLine.model_validate(line) for line in data["log"])
+        sandbox.log.extend((at, message) for at, message in data["log"])
         if sandbox.status is not SandboxStatus.PENDING:
             sandbox.settled.set()
         if not sandbox.live:

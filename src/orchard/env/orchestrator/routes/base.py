@@ -5,17 +5,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
+from urllib.parse import parse_qsl
 
 from fastapi import APIRouter
 from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from orchard.env.contract import MAX_JSON_FILE_BYTES
-from orchard.env.errors import InternalError, TooLarge
+from orchard.env.contract import MAX_JSON_FILE_BYTES, Seconds
+from orchard.env.errors import InternalError, InvalidRequest, TooLarge
 from orchard.env.orchestrator.auth import Principal
 from orchard.env.orchestrator.orchestrator import Orchestrator
 from orchard.env.orchestrator.responses import ErrorBody, from_validation
@@ -23,15 +24,16 @@ from orchard.env.orchestrator.responses import ErrorBody, from_validation
 PRINCIPAL = "orchard.principal"
 #: A file of the largest size as base64, and the fields around it.
 MAX_BODY_BYTES = MAX_JSON_FILE_BYTES * 4 // 3 + (1 << 20)
+_SECONDS: TypeAdapter[float] = TypeAdapter(Seconds)
 
 
 class LeanRoute(APIRoute):
     """A FastAPI route without FastAPI's work per request, where its handler allows that.
 
-    It is documented like any other. But a handler whose parameters are the `Request`, path parameters as text and
-    at most one JSON body is called directly: its body is validated from the bytes, its answer is sent as it is.
-    That takes 70 µs off every request, a third of what a command costs the service. Handlers with query
-    parameters run as usual.
+    It is documented like any other. But a handler whose parameters are the `Request`, path parameters as text, at
+    most one JSON body and a `timeout` in the query is called directly: its body is validated from the bytes, its
+    answer is sent as it is. That takes 70 µs off every request, a third of what a command costs the service.
+    Handlers with other parameters run as usual.
     """
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
@@ -46,12 +48,15 @@ def _direct(endpoint: Callable[..., Awaitable[Response]], path_names: set[str]) 
     body_name: str | None = None
     body_model: type[BaseModel] | None = None
     request_name: str | None = None
+    takes_timeout = False
     for name, parameter in inspect.signature(endpoint, eval_str=True).parameters.items():
         kind = parameter.annotation
         if kind is Request:
             request_name = name
         elif isinstance(kind, type) and issubclass(kind, BaseModel) and body_model is None:
             body_name, body_model = name, kind
+        elif name == "timeout" and kind == Seconds | None:
+            takes_timeout = True
         elif name not in path_names or kind is not str:
             return None
 
@@ -59,6 +64,8 @@ def _direct(endpoint: Callable[..., Awaitable[Response]], path_names: set[str]) 
         arguments: dict[str, Any] = dict(scope["path_params"])
         if request_name is not None:
             arguments[request_name] = Request(scope, receive)
+        if takes_timeout and scope["query_string"]:
+            arguments["timeout"] = _timeout(scope["query_string"])
         if body_model is not None and body_name is not None:
             body = await read_body(receive)
             try:
@@ -69,6 +76,14 @@ def _direct(endpoint: Callable[..., Awaitable[Response]], path_names: set[str]) 
         await answer(scope, receive, send)
 
     return app
+
+
+def _timeout(query: bytes) -> float | None:
+    text = dict(parse_qsl(query.decode("latin-1"), keep_blank_values=True)).get("timeout")
+    try:
+        return None if text is None else _SECONDS.validate_python(text)
+    except ValidationError as error:
+        raise InvalidRequest(f"timeout: {error.errors()[0]['msg']}") from None
 
 
 async def read_body(receive: Receive, limit: int = MAX_BODY_BYTES) -> bytes:
