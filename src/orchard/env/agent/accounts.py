@@ -6,8 +6,12 @@
 from __future__ import annotations
 
 import os
+import stat
+
+from orchard.env.agent.paths import open_inside
 
 _MAX_FILE_BYTES = 4 << 20
+_MAX_KNOWN = 64
 
 
 class UnknownUser(Exception):
@@ -27,12 +31,15 @@ class Account:
         self.home = home
 
 
-def _lines(path: str) -> list[list[str]]:
+def _lines(path: bytes) -> list[list[str]]:
+    """The fields of each line; none if it is not a readable regular file, whatever the image made of it."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        fd = open_inside(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError:
         return []
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return []
         data = os.read(fd, _MAX_FILE_BYTES)
     except OSError:
         return []
@@ -45,6 +52,37 @@ def _number(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 10 else None
 
 
+_Stamp = tuple[int, int, int]
+
+
+def _stamp(path: str) -> _Stamp:
+    """Changes whenever the file does."""
+    try:
+        info = os.stat(path)
+    except OSError:
+        return (0, 0, 0)
+    return (info.st_ino, info.st_size, info.st_ctime_ns)
+
+
+class Accounts:
+    """Looks users up, and remembers the answers for as long as the image's files stay as they are."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Account] = {}
+        self._stamps: tuple[_Stamp, _Stamp] | None = None
+
+    def lookup(self, user: str) -> Account:
+        """As the function of this name."""
+        stamps = (_stamp("/etc/passwd"), _stamp("/etc/group"))
+        if stamps != self._stamps or len(self._known) > _MAX_KNOWN:
+            self._stamps = stamps
+            self._known.clear()
+        account = self._known.get(user)
+        if account is None:
+            account = self._known[user] = lookup(user)
+        return account
+
+
 def lookup(user: str) -> Account:
     """The account for `name`, `uid`, `name:group` or `uid:gid`. Raises `UnknownUser`.
 
@@ -53,7 +91,7 @@ def lookup(user: str) -> Account:
     who, _, group = user.partition(":")
     uid = _number(who)
     entry = None
-    for fields in _lines("/etc/passwd"):
+    for fields in _lines(b"/etc/passwd"):
         if len(fields) >= 7 and (fields[0] == who or (uid is not None and _number(fields[2]) == uid)):
             entry = fields
             break
@@ -82,7 +120,7 @@ def lookup(user: str) -> Account:
 
 def _group(group: str) -> int:
     number = _number(group)
-    for fields in _lines("/etc/group"):
+    for fields in _lines(b"/etc/group"):
         if len(fields) >= 3 and fields[0] == group:
             number = _number(fields[2])
             break
@@ -95,7 +133,7 @@ def _group(group: str) -> int:
 
 def _memberships(name: str) -> list[int]:
     found = []
-    for fields in _lines("/etc/group"):
+    for fields in _lines(b"/etc/group"):
         if len(fields) >= 4 and name in fields[3].strip().split(","):
             gid = _number(fields[2])
             if gid is not None and gid <= 65535:

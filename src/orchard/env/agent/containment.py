@@ -44,6 +44,9 @@ if TYPE_CHECKING:
             ...
 
 
+_COMMAND_OOM_SCORE = b"500"
+
+
 class CgroupJobGroup:
     """One cgroup2 directory, held by its descriptors."""
 
@@ -75,10 +78,14 @@ class CgroupContainment:
     box_fd: directory under which a group per running command is made. home_fd: `cgroup.procs` of the agent's
     own group. limit_fds: pairs of `cgroup.procs` (the sandbox's limited group, the agent's own) for each
     version 1 controller; empty where version 2 holds the limits, which then lie on the directory itself.
-    oom_fd: `memory.oom_control` (version 1) or `memory.events` (version 2), or -1.
+    oom_fd: `memory.oom_control` (version 1) or `memory.events` (version 2), or -1. score_fd: the agent's own
+    `oom_score_adj`, opened while it still could be.
     """
 
-    def __init__(self, box_fd: int, home_fd: int, limit_fds: list[tuple[int, int]], oom_fd: int = -1) -> None:
+    def __init__(
+        self, box_fd: int, home_fd: int, limit_fds: list[tuple[int, int]], oom_fd: int, score_fd: int
+    ) -> None:
+        self.score_fd = score_fd
         self.box_fd = box_fd
         self.home_fd = home_fd
         self.limit_fds = limit_fds
@@ -114,8 +121,11 @@ class CgroupContainment:
         for limited, _ in self.limit_fds:
             os.write(limited, b"0")
         os.write(group.procs_fd, b"0")
+        # When the machine itself is short of memory, commands go before agents.
+        os.write(self.score_fd, _COMMAND_OOM_SCORE)
 
     def leave(self) -> None:
+        os.write(self.score_fd, b"0")
         os.write(self.home_fd, b"0")
         for _, home in self.limit_fds:
             os.write(home, b"0")

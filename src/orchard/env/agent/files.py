@@ -1,9 +1,5 @@
-"""Files of the sandbox, by paths that the client chose.
-
-The agent's root is the sandbox's root, so `..` and symlinks stay inside. What could leave it are the magic
-links of /proc (`/proc/self/fd/N` would be the agent's own descriptors): every path is opened with openat2 and
-RESOLVE_NO_MAGICLINKS, and only regular files are read or replaced.
-"""
+"""Files of the sandbox, by paths that the client chose: opened as `paths` does, and only regular files are read or
+replaced."""
 
 from __future__ import annotations
 
@@ -11,8 +7,8 @@ import errno
 import os
 import stat
 
-from orchard.env.agent import syscalls
 from orchard.env.agent.job import AgentError
+from orchard.env.agent.paths import make_directories, open_inside
 from orchard.env.agent.wire import CHUNK_BYTES
 
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
@@ -81,21 +77,6 @@ class _At:
         os.close(self.dir_fd)
 
 
-_AT_FDCWD = -100
-
-
-def _open(path: bytes, flags: int, dir_fd: int = _AT_FDCWD) -> int:
-    """A descriptor, by a path that uses no magic link of /proc and does not end in the agent's own part of it."""
-    fd = syscalls.openat2(dir_fd, path, flags, 0, syscalls.RESOLVE_NO_MAGICLINKS)
-    # /proc/self is the agent here, not a process of the sandbox; a link of any name may lead there.
-    own = b"/proc/%d" % os.getpid()
-    real = os.readlink(b"/proc/self/fd/%d" % fd)
-    if real == own or real.startswith(own + b"/"):
-        os.close(fd)
-        raise OSError(errno.EACCES, "belongs to the agent")
-    return fd
-
-
 class _Upload:
     """A file being written under a temporary name beside its own."""
 
@@ -127,7 +108,7 @@ class Files:
         """A piece of a regular file: `{size, mode, eof}` and the bytes."""
         try:
             # O_NONBLOCK: a FIFO without a writer must not block the agent before it can be seen to be one.
-            fd = _open(self._absolute(path), os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+            fd = open_inside(self._absolute(path), os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
         except OSError as error:
             raise _failure(error, path) from None
         try:
@@ -147,7 +128,7 @@ class Files:
     def list(self, path: str) -> dict[str, Any]:
         """The entries of a directory, sorted by name; links are described, not followed."""
         try:
-            fd = _open(self._absolute(path), os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK)
+            fd = open_inside(self._absolute(path), os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK)
         except OSError as error:
             raise _failure(error, path) from None
         try:
@@ -240,7 +221,7 @@ class Files:
             folder, name = os.path.split(full)
             if name in (b"", b".", b".."):
                 raise OSError(errno.EISDIR, "names a directory")
-            dir_fd = self._make_directories(folder)
+            dir_fd = make_directories(folder)
             try:
                 info = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
             except FileNotFoundError:
@@ -260,25 +241,6 @@ class Files:
                 os.close(dir_fd)
             full = target if target.startswith(b"/") else folder + b"/" + target
         raise OSError(errno.ELOOP, "too many links")
-
-    def _make_directories(self, folder: bytes) -> int:
-        try:
-            return _open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:
-            upper, name = os.path.split(folder.rstrip(b"/"))
-            if name in (b"", b".", b".."):
-                raise
-            dir_fd = self._make_directories(upper or b"/")
-            try:
-                try:
-                    os.mkdir(name, 0o755, dir_fd=dir_fd)
-                except FileExistsError:
-                    pass  # a dangling link or a race: the open below tells
-                return syscalls.openat2(
-                    dir_fd, name, os.O_RDONLY | os.O_DIRECTORY, 0, syscalls.RESOLVE_NO_MAGICLINKS
-                )
-            finally:
-                os.close(dir_fd)
 
     def _append(self, state: _Upload, data: bytes) -> None:
         view = memoryview(data)

@@ -10,6 +10,7 @@ from collections import deque
 
 from orchard.env.agent import accounts, spawn
 from orchard.env.agent.job import AgentError, Defaults, Job, JobSpec
+from orchard.env.agent.paths import open_inside
 from orchard.env.agent.pipes import DRAIN_READS, Pipes
 
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
@@ -24,6 +25,8 @@ _UNKILLABLE_S = 1.5
 #: How often dying processes are looked at.
 _DYING_POLL_S = 0.005
 
+#: Ways for a command to end that are errors of the request: it never ran, and is told as such to who waits.
+REFUSALS = ("cwd_not_found", "user_not_found", "invalid_request")
 SIGNAL_NAMES = {s.value: s.name[3:] for s in signal.Signals}
 
 
@@ -49,6 +52,7 @@ class JobTable:
         self._containment = containment
         self.defaults = defaults
         self._null_fd = null_fd
+        self.accounts = accounts.Accounts()
         self._log = log
         self._retention_s = retention_s
         self._retained_cap = retained_bytes
@@ -79,11 +83,13 @@ class JobTable:
             self.jobs[spec.job_id] = job
             self._waiting.append(job)
             return job, False
-        self._check(spec)
         self.jobs[spec.job_id] = job
         if in_order:
             self._active = job
         self._start(job)
+        if job.error_code in REFUSALS:
+            self._drop(job)
+            raise AgentError(job.error_code, job.error or "")
         return job, False
 
     def get(self, job_id: str) -> Job:
@@ -136,16 +142,20 @@ class JobTable:
 
     # ------------------------------------------------------------------------------------------ starting
 
-    def _check(self, spec: JobSpec) -> None:
-        """Refuse what cannot work; at the command's turn, since an earlier one may have made the directory."""
+    def _directory(self, spec: JobSpec) -> int:
+        """A descriptor of the directory to start in. Looked up at the command's turn, since an earlier one may have made
+        it, and entered by the descriptor, so that it cannot be exchanged in between."""
         cwd = spec.cwd or self.defaults.working_dir
-        if not os.path.isdir(cwd):
-            raise AgentError(
-                "cwd_not_found",
-                f"the working directory {cwd!r} does not exist in the sandbox; create it first",
-            )
         try:
-            accounts.lookup(spec.user or self.defaults.user)
+            return open_inside(cwd.encode("utf-8", "surrogateescape"), os.O_PATH | os.O_DIRECTORY)
+        except (OSError, ValueError) as error:
+            why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+            detail = f"the working directory {cwd!r} cannot be entered ({why}); it must exist in the sandbox"
+            raise AgentError("cwd_not_found", detail) from None
+
+    def _account(self, spec: JobSpec) -> accounts.Account:
+        try:
+            return self.accounts.lookup(spec.user or self.defaults.user)
         except accounts.UnknownUser as error:
             raise AgentError("user_not_found", str(error)) from None
 
@@ -167,11 +177,14 @@ class JobTable:
         job.status = "running"
         spec = job.spec
         try:
-            self._check(spec)
-            account = accounts.lookup(spec.user or self.defaults.user)
+            account = self._account(spec)
             env = self._environment(spec, account)
             command = spawn.resolve(spec.command, spec.login_shell, env["PATH"])
-            self._launch(job, command, env, account)
+            directory_fd = self._directory(spec)
+            try:
+                self._launch(job, command, env, account, directory_fd)
+            finally:
+                os.close(directory_fd)
         except Exception as error:
             # Whatever it was, this job ends and the queue goes on.
             self._start_failed(job, error)
@@ -180,7 +193,12 @@ class JobTable:
             job.timers.append(self._loop.after(spec.timeout_s, lambda: self._timed_out(job)))
 
     def _launch(
-        self, job: Job, command: spawn.Command, env: dict[str, str], account: accounts.Account
+        self,
+        job: Job,
+        command: spawn.Command,
+        env: dict[str, str],
+        account: accounts.Account,
+        directory_fd: int,
     ) -> None:
         spec = job.spec
         out_read, out_write = os.pipe2(os.O_CLOEXEC)
@@ -198,7 +216,7 @@ class JobTable:
                 job.oom_before = self._containment.oom_kills()
                 self._containment.enter(group)
                 try:
-                    pid = spawn.spawn(command, env=env, cwd=spec.cwd or self.defaults.working_dir, account=account,
+                    pid = spawn.spawn(command, env=env, directory_fd=directory_fd, account=account,
                                       stdin_fd=stdin_fd, stdout_fd=out_write, stderr_fd=err_write,
                                       null_fd=self._null_fd)  # fmt: skip
                 finally:
@@ -231,7 +249,7 @@ class JobTable:
         elif isinstance(error, spawn.SpawnError) and error.stage == "chdir":
             job.error_code = "cwd_not_found"
             job.error = f"the working directory could not be entered: {error}"
-        elif isinstance(error, ValueError | accounts.UnknownUser):
+        elif isinstance(error, ValueError):
             job.error_code = "invalid_request"
             job.error = f"The command could not be started: {error}"
         else:

@@ -13,8 +13,9 @@ from collections import deque
 from orchard.env.agent import accounts
 from orchard.env.agent.files import Files
 from orchard.env.agent.job import AgentError, Defaults, Job, JobSpec
-from orchard.env.agent.jobs import JobTable
+from orchard.env.agent.jobs import REFUSALS, JobTable
 from orchard.env.agent.loop import READ, WRITE, Loop
+from orchard.env.agent.paths import make_directories
 from orchard.env.agent.wire import CHUNK_BYTES, WIRE_VERSION, FrameReader, WireError, frame
 
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
 _RECEIVE_BYTES = 1 << 16
 _LOG_BYTES = 64 << 10
-#: Ways for a command to end that are errors of the request, told as such to a caller that waits.
-_REFUSALS = ("cwd_not_found", "user_not_found", "invalid_request")
 #: A connection whose peer stops reading is dropped at this much unsent output: the jobs stay.
 _UNSENT_CAP = 512 << 20
 
@@ -260,9 +259,12 @@ class Agent:
         if os.path.isdir(path):
             return
         try:
-            account = accounts.lookup(self.defaults.user)
-            os.makedirs(path, exist_ok=True)
-            os.chown(path, account.uid, account.gid)
+            account = self.jobs.accounts.lookup(self.defaults.user)
+            fd = make_directories(path.encode("utf-8", "surrogateescape"))
+            try:
+                os.fchown(fd, account.uid, account.gid)
+            finally:
+                os.close(fd)
         except (OSError, ValueError, accounts.UnknownUser) as error:
             # Commands will be told that it is missing.
             self.log(f"the working directory {path!r} could not be made: {error}")
@@ -272,7 +274,7 @@ class Agent:
         job, attached = self.jobs.submit(spec)
 
         def done(job: Job) -> None:
-            if job.error_code in _REFUSALS:
+            if job.error_code in REFUSALS:
                 # It never ran: the caller gets the error itself, as when it is refused at once.
                 self.jobs.forget(job.spec.job_id)
                 fail(AgentError(job.error_code, job.error or ""))

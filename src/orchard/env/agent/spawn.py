@@ -101,7 +101,7 @@ def spawn(
     command: Command,
     *,
     env: Mapping[str, str],
-    cwd: str,
+    directory_fd: int,
     account: Account,
     stdin_fd: int,
     stdout_fd: int,
@@ -110,7 +110,8 @@ def spawn(
 ) -> int:
     """Start `command` in its own session; the pid. Raises `SpawnError`.
 
-    vfork is used for the agent's own user; another user needs a copying fork, in which the ids are set.
+    directory_fd: where it starts. vfork is used for the agent's own user; another user needs a copying fork, in
+    which the ids are set.
     """
     pass_fds: tuple[int, ...] = ()
     start_stderr = stderr_fd
@@ -124,7 +125,7 @@ def spawn(
     try:
         try:
             pid = _posixsubprocess.fork_exec(
-                command.argv, command.candidates, True, keep, _bytes(cwd),  # type: ignore[arg-type]
+                command.argv, command.candidates, True, keep, b"/proc/self/fd/%d" % directory_fd,  # type: ignore[arg-type]
                 [_bytes(f"{name}={value}") for name, value in env.items()],
                 stdin_fd, -1, -1, stdout_fd, -1, start_stderr, err_read, err_write,
                 True, True, -1,
@@ -152,5 +153,5 @@ def spawn(
         number = int(parts[1] or b"0", 16) if len(parts) > 1 else errno.EIO
         # Before exec only the change of directory can fail here ("noexec", newer: "noexec:chdir").
         stage = "chdir" if len(parts) > 2 and parts[2].startswith(b"noexec") else "exec"
-        raise SpawnError(number, stage, cwd if stage == "chdir" else os.fsdecode(command.argv[0]))
+        raise SpawnError(number, stage, os.fsdecode(command.argv[0]))
     return pid

@@ -57,11 +57,13 @@ def leftovers(runtime: LocalRuntime) -> list[str]:
     state_dir = str(runtime._state_dir)
     with open("/proc/self/mounts") as mounts:
         found += [line for line in mounts if state_dir in line]
-    found += [name for name in os.listdir("/sys/class/net") if name.startswith(f"ov{runtime._instance[:6]}")]
+    found += [path.name for path in Path("/sys/class/net").glob(f"ov{runtime._instance[:6]}*")]
     return found
 
 
-async def run(runtime: LocalRuntime, sandbox_id: str, command: list[str] | str, job_id: str = "") -> tuple[dict, bytes]:
+async def run(
+    runtime: LocalRuntime, sandbox_id: str, command: list[str] | str, job_id: str = ""
+) -> tuple[dict, bytes]:
     channel = await runtime.channel(sandbox_id)
     header, payload = await channel.call(
         "exec", job_id=job_id or os.urandom(6).hex(), command=command, wait=True, timeout_s=20
@@ -71,7 +73,7 @@ async def run(runtime: LocalRuntime, sandbox_id: str, command: list[str] | str, 
 
 async def until(condition: Callable[[], bool], what: str, deadline_s: float = 10.0) -> None:
     async with asyncio.timeout(deadline_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - the kernel sends no event for this
             await asyncio.sleep(0.01)
     assert condition(), what
 
@@ -151,7 +153,9 @@ async def test_creation_goes_on_after_the_zygote_was_killed(runtime: LocalRuntim
         assert job["exit_code"] == 0
 
 
-async def test_a_second_runtime_adopts_the_living_and_clears_away_the_rest(tmp_path: Path, image: str) -> None:
+async def test_a_second_runtime_adopts_the_living_and_clears_away_the_rest(
+    tmp_path: Path, image: str
+) -> None:
     first = make_runtime(tmp_path / "state")
     await first.start()
     await first.adopt({})
@@ -225,7 +229,9 @@ async def test_garbage_on_the_socket_does_not_hurt_the_agent(runtime: LocalRunti
     ],
     ids=str,
 )
-async def test_malformed_requests_are_answered_with_an_error(runtime: LocalRuntime, image: str, request_: dict) -> None:
+async def test_malformed_requests_are_answered_with_an_error(
+    runtime: LocalRuntime, image: str, request_: dict
+) -> None:
     from orchard.env.errors import OrchardError
 
     await runtime.create(SandboxSpec("one", image))

@@ -108,7 +108,9 @@ def test_calls_newer_than_the_table_and_other_abis_do_not_exist(machine: str) ->
         ("ioprio_set", (1, 0), 0),
     ],
 )  # fmt: skip
-def test_calls_decided_by_their_arguments(machine: str, name: str, args: tuple[int, ...], expected: int) -> None:
+def test_calls_decided_by_their_arguments(
+    machine: str, name: str, args: tuple[int, ...], expected: int
+) -> None:
     nr = number(seccomp._CALLS, name, machine)
     assert nr is not None
     assert verdict(machine, nr, *args) == expected

@@ -19,7 +19,7 @@ from orchard.env.images.model import ResolvedImage
 from orchard.env.runtimes.base import Handle, Postmortem, SandboxSpec, StartFailed, Usage
 from orchard.env.runtimes.channel import AgentProtocolChannel
 from orchard.env.runtimes.local.cgroups import Cgroups
-from orchard.env.runtimes.local.disk import log_tail, meminfo, nearly_empty, remove_tree, tree_bytes
+from orchard.env.runtimes.local.disk import disk_use, log_tail, meminfo, nearly_empty, remove_tree
 from orchard.env.runtimes.local.launcher import Launch, Launcher
 from orchard.env.runtimes.local.network import Network
 from orchard.env.runtimes.local.spec import MAX_SLOTS, LaunchSpec, NetworkSpec
@@ -300,7 +300,7 @@ class LocalRuntime:
     async def _gone(self, sandbox_id: str) -> None:
         """Wait until no process is left (the kernel is killing them)."""
         deadline = asyncio.get_running_loop().time() + _DEATH_PATIENCE_S
-        delay_s = 0.0005
+        delay_s = 0.001  # uvloop rounds less down to nothing
         while not self._cgroups.empty(sandbox_id):
             if asyncio.get_running_loop().time() > deadline:
                 raise RuntimeRefused(f"processes of sandbox {sandbox_id} do not die; the kernel holds them")
@@ -380,7 +380,7 @@ class LocalRuntime:
             header, _ = await (await self.channel(sandbox_id)).call("statvfs")
             used = header["total_bytes"] - header["free_bytes"]
         else:
-            used = await asyncio.to_thread(tree_bytes, self._state_dir / "sandboxes" / sandbox_id)
+            used = await asyncio.to_thread(disk_use, self._state_dir / "sandboxes" / sandbox_id)
         return Usage(**usage, disk_bytes=used, disk_limit_bytes=limit)
 
     async def agent_log(self, sandbox_id: str) -> list[str]:

@@ -14,10 +14,12 @@ import os
 import resource
 import signal
 import socket
+import stat
 import struct
 
 from orchard.env.agent import syscalls
 from orchard.env.agent.containment import CgroupContainment
+from orchard.env.agent.paths import make_directories
 from orchard.env.agent.server import Agent
 from orchard.env.runtimes.local import kernel, seccomp
 from orchard.env.runtimes.local.spec import REQUEST, LaunchSpec
@@ -96,8 +98,10 @@ class Birth:
         """Take the names by which the service finds this sandbox: its directory and its control groups."""
         nursery, spec = self.nursery, self.spec
         os.mkdir(self.home, 0o700)
-        with open(f"{self.home}/image.json", "w") as file:
-            json.dump({"ref": spec.image_ref, "digest": spec.image_digest}, file)
+        image = json.dumps({"ref": spec.image_ref, "digest": spec.image_digest})
+        fd = os.open(f"{self.home}/image.json", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        os.write(fd, image.encode())
+        os.close(fd)
         nursery.cgroups.create(spec)
         _write(f"{nursery.cgroups.home_path(spec.sandbox_id)}/cgroup.procs", "0")
         # Its own group is the root of what it sees from here on.
@@ -118,6 +122,7 @@ class Birth:
                 for name, path in cgroups.v1.items()
             ],
             oom_fd=os.open(oom_file, os.O_RDONLY | os.O_CLOEXEC) if oom_file else -1,
+            score_fd=os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC),
         )
 
     def listen(self) -> tuple[socket.socket, str, int]:
@@ -303,22 +308,35 @@ def _etc_files(spec: LaunchSpec) -> None:
 
 
 def _etc(name: str, text: str, *, replace: bool) -> None:
+    """Write /etc/`name`, unless the image has made that impossible: then it keeps what it has."""
+    raw = name.encode()
     try:
-        os.mkdir("/etc", 0o755)
+        folder = make_directories(b"/etc")
     except OSError:
-        pass  # it is there, or cannot be: the open below tells
+        return
     try:
-        if os.path.islink(f"/etc/{name}") and replace:
-            os.unlink(f"/etc/{name}")
-        if not replace and os.path.exists(f"/etc/{name}") and os.stat(f"/etc/{name}").st_size > 0:
+        info = _stat_of(raw, folder)
+        if info is not None and (stat.S_ISLNK(info.st_mode) or not stat.S_ISREG(info.st_mode)):
+            if not replace:
+                return
+            os.unlink(raw, dir_fd=folder)
+        elif info is not None and info.st_size > 0 and not replace:
             return
-        fd = os.open(
-            f"/etc/{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644
-        )
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(raw, flags, 0o644, dir_fd=folder)
+        os.write(fd, text.encode())
+        os.close(fd)
     except OSError:
-        return  # an image that makes this impossible keeps what it has
-    os.write(fd, text.encode())
-    os.close(fd)
+        return
+    finally:
+        os.close(folder)
+
+
+def _stat_of(name: bytes, folder: int) -> os.stat_result | None:
+    try:
+        return os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
 
 
 def be_born(nursery: Nursery, order: socket.socket) -> None:
