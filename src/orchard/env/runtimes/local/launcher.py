@@ -41,6 +41,11 @@ class Launch:
     def pid(self) -> int | None:
         return self.forked.result() if self.forked.done() else None
 
+    @property
+    def answered(self) -> bool:
+        """The zygote has dealt with it, or is gone."""
+        return self.forked.done() or self.failed.done()
+
     async def until(self, wanted: asyncio.Future[_T]) -> _T:
         """The result of `wanted`, unless the launch fails first. Raises `StartFailed`."""
         await asyncio.wait((wanted, self.failed), return_when=asyncio.FIRST_COMPLETED)

@@ -7,7 +7,7 @@ import hashlib
 import os
 import shutil
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -156,11 +156,24 @@ class LocalRuntime:
                 )
             await _kill_newborn(launch)
             await self._remove(sandbox_id)
+            if launch.asked and not launch.answered:
+                self._in_background(self._undo_late(sandbox_id, launch))
 
-        task = asyncio.get_running_loop().create_task(abandon())
+        await asyncio.shield(self._in_background(abandon()))
+
+    async def _undo_late(self, sandbox_id: str, launch: Launch) -> None:
+        """The zygote hung and was not waited for: should it get to the request after all, that is undone."""
+        await asyncio.wait((launch.forked, launch.failed), return_when=asyncio.FIRST_COMPLETED)
+        await _kill_newborn(launch)
+        self._launcher.forget(launch)
+        if sandbox_id not in self._handles:
+            await self._remove(sandbox_id)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        await asyncio.shield(task)
+        return task
 
     async def _resolve(self, ref: str) -> ResolvedImage:
         try:
@@ -233,9 +246,7 @@ class LocalRuntime:
     def _channel_lost(self, handle: LocalHandle) -> None:
         if self._closing or handle.deleting or handle.sandbox_id in self._starting:
             return
-        task = asyncio.get_running_loop().create_task(self._after_loss(handle))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._in_background(self._after_loss(handle))
 
     async def _after_loss(self, handle: LocalHandle) -> None:
         """A broken channel: the agent died (the sandbox with it), or only the connection did."""
@@ -292,7 +303,7 @@ class LocalRuntime:
             await asyncio.to_thread(self._network.detach, handle.slot)
         await self._remove_files(sandbox_id)
         if self._handles.pop(sandbox_id, None) is not None and handle is not None:
-            if handle.launch is not None:
+            if handle.launch is not None and (handle.launch.answered or not handle.launch.asked):
                 self._launcher.forget(handle.launch)
             self._slots.give_back(handle.slot)
         return Postmortem(reason, message, handle.exit_code if handle else None, peak, log)

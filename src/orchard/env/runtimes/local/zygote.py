@@ -201,8 +201,8 @@ class Zygote:
             data = self._control.recv(MAX_ORDER_BYTES)
         except ConnectionError:
             return False
-        if not data:
-            return False
+        if not data or self._service_gone():
+            return False  # what a service asked for before it was killed is nobody's any more
         kind, launch, slot, with_network = REQUEST.unpack_from(data)
         if kind == b"C":
             try:
@@ -215,6 +215,11 @@ class Zygote:
                 os.write(fd, b"1")
                 os.close(fd)
         return True
+
+    def _service_gone(self) -> bool:
+        poll = select.poll()
+        poll.register(self._control.fileno(), select.POLLHUP)
+        return any(events & select.POLLHUP for _, events in poll.poll(0))
 
     def _launch(self, data: bytes, launch: int, slot: int, with_network: bool) -> None:
         """Hand the request to an embryo. All other work is the newborn's own: after a fork, every page of memory that
