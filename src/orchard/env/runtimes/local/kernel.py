@@ -94,6 +94,16 @@ def mount(source: str, target: str, kind: str | None, flags: int = 0, data: str 
     )
 
 
+_MS_REMOUNT = 32
+_MOUNT_FLAGS = {"ro": 1, "nosuid": 2, "nodev": 4, "noexec": 8, "noatime": 1 << 10, "relatime": 1 << 21}
+
+
+def remount(target: str, attributes: str, options: str) -> None:
+    """Change the options of a mounted file system; `attributes` as in /proc/self/mountinfo are kept."""
+    flags = sum(_MOUNT_FLAGS.get(name, 0) for name in attributes.split(","))
+    mount("none", target, None, _MS_REMOUNT | flags, options)
+
+
 def umount(target: str, flags: int = 0) -> None:
     checked(_libc.umount2(os.fsencode(target), flags), f"umount {target}")
 

@@ -306,6 +306,7 @@ def main() -> None:
     zygote = Zygote(Nursery(options["state_dir"], cgroups, control, lock_fd))
     try:
         cgroups.prepare()
+        cgroups.favour_moves()
         zygote.prepare_mounts()
     except OSError as error:
         control.send(
