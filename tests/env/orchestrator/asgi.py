@@ -28,7 +28,8 @@ class Reply:
 
 
 class Caller:
-    """Sends requests with one key. `hang_up` at a request, once set, is the client going away."""
+    """Sends requests with one key. `hang_up` at a request, once set, is the client going away; with `more` the body
+    is only its beginning."""
 
     def __init__(self, app: ASGIApp, key: str | None = "admin-key") -> None:
         self.app = app
@@ -36,7 +37,7 @@ class Caller:
 
     async def __call__(
         self, method: str, target: str, body: Any = None, *, headers: dict[str, str] | None = None,
-        hang_up: asyncio.Event | None = None,
+        hang_up: asyncio.Event | None = None, more: bool = False,
     ) -> Reply:  # fmt: skip
         path, _, query = target.partition("?")
         sent = {"host": "127.0.0.1:8000", "content-type": "application/json", **(headers or {})}
@@ -48,7 +49,7 @@ class Caller:
             "query_string": query.encode(), "headers": [(k.encode(), v.encode()) for k, v in sent.items()],
             "root_path": "", "scheme": "http", "server": ("127.0.0.1", 8000), "client": ("127.0.0.1", 1), "state": {},
         }  # fmt: skip
-        incoming = [{"type": "http.request", "body": raw, "more_body": False}]
+        incoming = [{"type": "http.request", "body": raw, "more_body": more}]
         out: list[Message] = []
 
         async def receive() -> Message:

@@ -194,3 +194,11 @@ async def test_the_document_names_every_route_its_key_and_its_errors(call: Calle
                 assert operation["security"] == [{"key": []}]
     body = document["paths"]["/sandboxes/{sandbox_id}/exec"]["post"]["requestBody"]
     assert body["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ExecRequest"}
+
+
+async def test_a_body_beyond_the_limit_is_refused_by_its_announced_length(call: Caller) -> None:
+    await call.ready()
+    for path, size in (("exec", 65 << 20), ("apply_patch", 65 << 20), ("files", 400 << 20)):
+        headers = {"content-length": str(size)}
+        reply = await call.post(f"/sandboxes/box/{path}", b"{", headers=headers, more=True)
+        assert reply.expect(413)["code"] == "too_large"

@@ -15,15 +15,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from orchard.env.contract import MAX_JSON_FILE_BYTES, Seconds
+from orchard.env.contract import MAX_JSON_FILE_BYTES, Seconds, WriteFile
 from orchard.env.errors import InternalError, InvalidRequest, TooLarge
 from orchard.env.orchestrator.auth import Principal
 from orchard.env.orchestrator.orchestrator import Orchestrator
 from orchard.env.orchestrator.responses import ErrorBody, from_validation
 
 PRINCIPAL = "orchard.principal"
+MAX_BODY_BYTES = 64 << 20
 #: A file of the largest size as base64, and the fields around it.
-MAX_BODY_BYTES = MAX_JSON_FILE_BYTES * 4 // 3 + (1 << 20)
+MAX_FILE_BODY_BYTES = MAX_JSON_FILE_BYTES * 4 // 3 + (1 << 20)
 _SECONDS: TypeAdapter[float] = TypeAdapter(Seconds)
 
 
@@ -60,6 +61,8 @@ def _direct(endpoint: Callable[..., Awaitable[Response]], path_names: set[str]) 
         elif name not in path_names or kind is not str:
             return None
 
+    limit = MAX_FILE_BODY_BYTES if body_model is WriteFile else MAX_BODY_BYTES
+
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         arguments: dict[str, Any] = dict(scope["path_params"])
         if request_name is not None:
@@ -67,7 +70,7 @@ def _direct(endpoint: Callable[..., Awaitable[Response]], path_names: set[str]) 
         if takes_timeout and scope["query_string"]:
             arguments["timeout"] = _timeout(scope["query_string"])
         if body_model is not None and body_name is not None:
-            body = await read_body(receive)
+            body = await read_body(scope, receive, limit)
             try:
                 arguments[body_name] = body_model.model_validate_json(body)
             except ValidationError as error:
@@ -86,12 +89,15 @@ def _timeout(query: bytes) -> float | None:
         raise InvalidRequest(f"timeout: {error.errors()[0]['msg']}") from None
 
 
-async def read_body(receive: Receive, limit: int = MAX_BODY_BYTES) -> bytes:
-    """The whole body. Raises `TooLarge`."""
+async def read_body(scope: Scope, receive: Receive, limit: int = MAX_BODY_BYTES) -> bytes:
+    """The whole body. Raises `TooLarge`, where its length is announced before anything of it is read."""
     message = await receive()
     body: bytes = message.get("body", b"")
     if not message.get("more_body"):
         return body
+    announced = dict(scope["headers"]).get(b"content-length", b"0")
+    if announced.isdigit() and int(announced) > limit:
+        raise _too_large(limit)
     parts, size = [body], len(body)
     while message.get("more_body"):
         message = await receive()
@@ -99,8 +105,12 @@ async def read_body(receive: Receive, limit: int = MAX_BODY_BYTES) -> bytes:
         parts.append(part)
         size += len(part)
         if size > limit:
-            raise TooLarge(f"the request body is larger than {limit} bytes")
+            raise _too_large(limit)
     return b"".join(parts)
+
+
+def _too_large(limit: int) -> TooLarge:
+    return TooLarge(f"the request body is larger than the {limit} bytes allowed here")
 
 
 class _State(Protocol):

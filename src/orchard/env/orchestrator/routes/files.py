@@ -56,7 +56,7 @@ async def list_directory(request: Request, sandbox_id: str, path: FilePath = "/"
                  "schema": {"$ref": "#/components/schemas/PatchRequest"}}}}})  # fmt: skip
 async def apply_patch(request: Request, sandbox_id: str) -> Response:
     """By `git apply` in a git work tree, else by `patch`; `success` tells whether it went in."""
-    body, patch = _parse_patch(await read_body(request.receive))
+    body, patch = _parse_patch(await read_body(request.scope, request.receive))
     service = orchestrator(request)
     sandbox = await service.catalog.ready_one(principal(request), sandbox_id)
     return json_of(await service.patches.apply(sandbox, body, patch))
