@@ -161,30 +161,34 @@ class Job:
         for callback in callbacks:
             callback(self)
 
-    def record(self, with_output: bool = True) -> tuple[dict[str, Any], bytes]:
-        """The wire form: header and payload (stdout then stderr)."""
-        out = self.stdout.value() if with_output else b""
-        err = self.stderr.value() if with_output else b""
-        record = {
+    def record(self) -> tuple[dict[str, Any], bytes]:
+        """The wire form: header without what has its default value, and payload (stdout then stderr)."""
+        out = self.stdout.value()
+        err = self.stderr.value()
+        record: dict[str, Any] = {
             "job_id": self.spec.job_id,
-            "command": self.spec.command,
             "status": self.status,
-            "exit_code": self.exit_code,
-            "signal": self.signal_name,
             "created_at": self.created_at,
-            "started_at": self.started_at,
-            "completed_at": self.completed_at,
-            "duration_s": self.duration_s,
-            "queue_s": self.queue_s,
-            "timed_out": self.timed_out,
-            "oom_killed": self.oom_killed,
-            "error": self.error,
-            "error_code": self.error_code,
-            "stdout_bytes": self.stdout.total,
-            "stderr_bytes": self.stderr.total,
-            "stdout_truncated": self.stdout.truncated,
-            "stderr_truncated": self.stderr.truncated,
-            "stdout_size": len(out),
-            "stderr_size": len(err),
         }
+        for name, value in (
+            ("exit_code", self.exit_code), ("signal", self.signal_name), ("started_at", self.started_at),
+            ("completed_at", self.completed_at), ("duration_s", self.duration_s), ("queue_s", self.queue_s),
+            ("error", self.error), ("error_code", self.error_code),
+        ):  # fmt: skip
+            if value is not None:
+                record[name] = value
+        if self.timed_out:
+            record["timed_out"] = True
+        if self.oom_killed:
+            record["oom_killed"] = True
+        for name, window, data in (("stdout", self.stdout, out), ("stderr", self.stderr, err)):
+            if window.total:
+                record[f"{name}_bytes"] = window.total
+                record[f"{name}_size"] = len(data)
+                record[f"{name}_truncated"] = window.truncated
         return record, out + err if err else out
+
+    def listing(self) -> dict[str, Any]:
+        """The wire form in a list: with the command, without output."""
+        record, _ = self.record()
+        return {**record, "command": self.spec.command, "stdout_size": 0, "stderr_size": 0}

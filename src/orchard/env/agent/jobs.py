@@ -11,7 +11,7 @@ from collections import deque
 from orchard.env.agent import accounts, spawn
 from orchard.env.agent.job import AgentError, Defaults, Job, JobSpec
 from orchard.env.agent.paths import open_inside
-from orchard.env.agent.pipes import DRAIN_READS, Pipes
+from orchard.env.agent.pipes import Pipes
 
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
 if TYPE_CHECKING:
@@ -91,6 +91,14 @@ class JobTable:
             self._drop(job)
             raise AgentError(job.error_code, job.error or "")
         return job, False
+
+    def warm_up(self) -> None:
+        """Do ahead what the first command would have to wait for."""
+        self._containment.release(self._containment.acquire())
+        try:
+            self.accounts.lookup(self.defaults.user)
+        except accounts.UnknownUser:
+            pass  # commands will be told
 
     def get(self, job_id: str) -> Job:
         job = self.jobs.get(job_id)
@@ -358,9 +366,7 @@ class JobTable:
             self._collect()
             if self._ended:
                 self._loop.after(0, self.reap)
-        for fd in list(job.fds):
-            self._pipes.read(job, fd, DRAIN_READS)
-        self._pipes.close_stdin(job)
+        self._pipes.finish(job)
         job.signal_name = signal_name
         # The limit is the whole sandbox's: beside other running commands only a failure is put down to it.
         if exit_code != 0 or not self._by_pid:

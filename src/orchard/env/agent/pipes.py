@@ -12,8 +12,11 @@ if TYPE_CHECKING:
     from orchard.env.agent.loop import Loop
 
 _READ_BYTES = 65536
+_READS_PER_EVENT = 4
 #: Reads per stream after the exit: a background child that never stops writing must not hold the job.
-DRAIN_READS = 64
+_DRAIN_READS = 64
+#: How long the output of a new command is left in its pipe.
+_UNWATCHED_S = 0.003
 
 
 class Pipes:
@@ -26,17 +29,25 @@ class Pipes:
         self._view = memoryview(self._buffer)
 
     def attach(self, job: Job, stdout_fd: int, stderr_fd: int, stdin_fd: int) -> None:
-        """Take over the agent's ends of a started command's pipes; stdin_fd is -1 if it has no input."""
+        """Take over the agent's ends of a started command's pipes; stdin_fd is -1 if it has no input.
+
+        Output is watched after a moment only: most commands have ended by then, and what they wrote lies in the pipe.
+        """
         for fd, window in ((stdout_fd, job.stdout), (stderr_fd, job.stderr)):
             os.set_blocking(fd, False)
             job.fds[fd] = window
-            self._loop.watch(fd, READ, lambda _events, fd=fd: self.read(job, fd))  # type: ignore[misc]
+        job.timers.append(self._loop.after(_UNWATCHED_S, lambda: self._watch(job)))
         if stdin_fd >= 0:
             os.set_blocking(stdin_fd, False)
             job.stdin_fd = stdin_fd
             self.pump_stdin(job)
 
-    def read(self, job: Job, fd: int, reads: int = 4) -> None:
+    def _watch(self, job: Job) -> None:
+        for fd in job.fds:
+            self._loop.watch(fd, READ, lambda _events, fd=fd: self._read(job, fd, _READS_PER_EVENT))  # type: ignore[misc]
+
+    def _read(self, job: Job, fd: int, reads: int) -> None:
+        """Read what is there, at most `reads` buffers full; close the pipe at its end."""
         window = job.fds[fd]
         buffer, view = self._buffer, self._view
         for _ in range(reads):
@@ -47,19 +58,22 @@ class Pipes:
             except OSError:
                 count = 0
             if not count:
-                self._close_output(job, fd)
+                del job.fds[fd]
+                self._loop.unwatch(fd)
+                os.close(fd)
                 return
             # After the job's end its result is fixed; what a background child still writes is drained so that
             # it never blocks, and dropped.
             if not job.finished:
                 window.write(bytes(view[:count]))
-            if count < _READ_BYTES:
-                return
 
-    def _close_output(self, job: Job, fd: int) -> None:
-        del job.fds[fd]
-        self._loop.unwatch(fd)
-        os.close(fd)
+    def finish(self, job: Job) -> None:
+        """The command has exited: take what it has written. Pipes that its children hold are drained from here on."""
+        for fd in list(job.fds):
+            self._read(job, fd, _DRAIN_READS)
+        self.close_stdin(job)
+        if job.fds:
+            self._watch(job)
 
     def pump_stdin(self, job: Job) -> None:
         buffer = job.stdin_buffer

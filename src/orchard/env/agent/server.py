@@ -253,6 +253,7 @@ class Agent:
             self.defaults.working_dir = self.files.base = header["working_dir"]
             self._make_working_dir(header["working_dir"])
         answer({})
+        self.loop.after(0, self.jobs.warm_up)
 
     def _make_working_dir(self, path: str) -> None:
         """As container engines do: a working directory that the image lacks is made, for the sandbox's user."""
@@ -318,15 +319,7 @@ class Agent:
     def _list_jobs(
         self, _header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any
     ) -> None:
-        answer(
-            {
-                "jobs": [
-                    job.record(with_output=False)[0]
-                    for job in self.jobs.jobs.values()
-                    if not job.spec.internal
-                ]
-            }
-        )
+        answer({"jobs": [job.listing() for job in self.jobs.jobs.values() if not job.spec.internal]})
 
     def _cancel(
         self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any

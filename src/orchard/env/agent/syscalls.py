@@ -14,6 +14,7 @@ import os
 _libc = ctypes.PyDLL(None, use_errno=True)
 _syscall = _libc.syscall
 _syscall.restype = ctypes.c_long
+_prctl = _libc.prctl
 
 SYS_OPENAT2 = 437
 SYS_CLOSE_RANGE = 436
@@ -61,5 +62,5 @@ def prctl(option: int, arg2: int | bytes = 0, arg3: int = 0) -> int:
     """prctl(2) with integer arguments, or one byte string."""
     second = ctypes.c_char_p(arg2) if isinstance(arg2, bytes) else ctypes.c_ulong(arg2)
     return checked(
-        _libc.prctl(option, second, ctypes.c_ulong(arg3), ctypes.c_ulong(0), ctypes.c_ulong(0)), "prctl"
+        _prctl(option, second, ctypes.c_ulong(arg3), ctypes.c_ulong(0), ctypes.c_ulong(0)), "prctl"
     )

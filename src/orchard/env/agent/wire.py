@@ -30,10 +30,11 @@ Operations (→ answer fields; `+ payload` marks raw bytes):
     log                                               → lines
     forget    job_id                                  → (frees a finished job's memory and spool)
 
-A `job` is: job_id, command, status (queued, running, succeeded, failed), exit_code, signal (name without SIG),
-created_at, started_at, completed_at (Unix seconds), duration_s, queue_s, timed_out, oom_killed, error,
+A `job` is: job_id, command (in `jobs` only), status (queued, running, succeeded, failed), exit_code, signal (name
+without SIG), created_at, started_at, completed_at (Unix seconds), duration_s, queue_s, timed_out, oom_killed, error,
 error_code (timeout, cancelled, command_not_found, infrastructure_error), stdout_bytes, stderr_bytes (true
 totals), stdout_truncated, stderr_truncated, stdout_size, stderr_size (lengths of the two parts of the payload).
+What has its default value is left out; `whole_job` puts it in.
 """
 
 from __future__ import annotations
@@ -47,7 +48,29 @@ MAX_PAYLOAD_BYTES = 256 << 20
 CHUNK_BYTES = 4 << 20
 
 _LENGTHS = struct.Struct(">II")
-_encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+# json.dumps would make a new encoder for every frame.
+_make_encoder = getattr(json.encoder, "c_make_encoder", None)
+_encoder = _make_encoder and _make_encoder(
+    None, None, json.encoder.encode_basestring, None, ":", ",", False, False, False
+)
+
+_JOB_DEFAULTS: dict[str, object] = {
+    "exit_code": None, "signal": None, "started_at": None, "completed_at": None, "duration_s": None, "queue_s": None,
+    "error": None, "error_code": None, "timed_out": False, "oom_killed": False,
+    "stdout_bytes": 0, "stderr_bytes": 0, "stdout_size": 0, "stderr_size": 0,
+    "stdout_truncated": False, "stderr_truncated": False,
+}  # fmt: skip
+
+
+def whole_job(job: dict) -> dict:  # type: ignore[type-arg]
+    """A job as received, with all fields."""
+    return {**_JOB_DEFAULTS, **job}
+
+
+def _encode(header: dict) -> str:  # type: ignore[type-arg]
+    if _encoder is None:
+        return json.dumps(header, separators=(",", ":"), ensure_ascii=False)
+    return "".join(_encoder(header, 0))
 
 
 class WireError(Exception):

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
-from orchard.env.agent.wire import FrameReader, WireError, frame
+from orchard.env.agent.wire import FrameReader, WireError, frame, whole_job
 from orchard.env.errors import BY_CODE, AgentUnreachable, InternalError, OrchardError
 
 
@@ -76,6 +76,10 @@ class AgentProtocolChannel(asyncio.Protocol):
                 continue
             error = header.get("error")
             if error is None:
+                if "job" in header:
+                    header["job"] = whole_job(header["job"])
+                elif "jobs" in header and isinstance(header["jobs"], list):
+                    header["jobs"] = [whole_job(job) for job in header["jobs"]]
                 future.set_result((header, payload))
             else:
                 future.set_exception(_typed(error))

@@ -20,6 +20,10 @@ from orchard.env.agent.syscalls import checked
 _libc = ctypes.PyDLL(None, use_errno=True)
 _syscall = _libc.syscall
 _syscall.restype = ctypes.c_long
+# Looked up here, once: a look-up in a newborn would cost it as much as the call.
+_setns, _unshare, _sethostname, _mount, _umount2, _prctl = (
+    _libc.setns, _libc.unshare, _libc.sethostname, _libc.mount, _libc.umount2, _libc.prctl,
+)  # fmt: skip
 
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}.get(os.uname().machine, -1)
 _CAPSET = {"x86_64": 126, "aarch64": 91}.get(os.uname().machine, -1)
@@ -74,24 +78,22 @@ def clone3(flags: int) -> int:
 
 
 def setns(fd: int, kind: int = 0) -> None:
-    checked(_libc.setns(fd, kind), "setns")
+    checked(_setns(fd, kind), "setns")
 
 
 def unshare(flags: int) -> None:
-    checked(_libc.unshare(flags), "unshare")
+    checked(_unshare(flags), "unshare")
 
 
 def sethostname(name: str) -> None:
     raw = name.encode()
-    checked(_libc.sethostname(raw, ctypes.c_size_t(len(raw))), "sethostname")
+    checked(_sethostname(raw, ctypes.c_size_t(len(raw))), "sethostname")
 
 
 def mount(source: str, target: str, kind: str | None, flags: int = 0, data: str | None = None) -> None:
     """mount(2), where the old interface is the simpler one."""
     encoded = [None if text is None else os.fsencode(text) for text in (source, target, kind, data)]
-    checked(
-        _libc.mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3]), f"mount {target}"
-    )
+    checked(_mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3]), f"mount {target}")
 
 
 _MS_REMOUNT = 32
@@ -105,7 +107,7 @@ def remount(target: str, attributes: str, options: str) -> None:
 
 
 def umount(target: str, flags: int = 0) -> None:
-    checked(_libc.umount2(os.fsencode(target), flags), f"umount {target}")
+    checked(_umount2(os.fsencode(target), flags), f"umount {target}")
 
 
 def open_tree(path: str, *, recursive: bool = False) -> int:
@@ -168,7 +170,7 @@ def limit_capabilities(keep: frozenset[str], last: int) -> None:
         if number < len(CAP_NAMES) and CAP_NAMES[number] in keep:
             mask |= 1 << number
         else:
-            syscalls.prctl(syscalls.PR_CAPBSET_DROP, number)
+            checked(_prctl(syscalls.PR_CAPBSET_DROP, number, 0, 0, 0), "prctl")
     low, high = mask & 0xFFFFFFFF, mask >> 32
     header = struct.pack("<II", 0x20080522, 0)
     data = struct.pack("<6I", low, low, 0, high, high, 0)

@@ -15,6 +15,8 @@ from orchard.env.runtimes.base import StartFailed
 from orchard.env.runtimes.local.spec import REQUEST, LaunchSpec
 
 _ZYGOTE_START_S = 30.0
+#: Nothing of the service's own; symbols bound at start are bound for all sandboxes at once.
+_ENVIRONMENT = {"LD_BIND_NOW": "1"}
 _LAST_WORD_S = 1.0
 _MAX_MESSAGE = 1 << 16
 _T = TypeVar("_T")
@@ -114,7 +116,7 @@ class Launcher:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-I", "-S", str(Path(__file__).with_name("zygote_main.py")), json.dumps(options),
                 stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()], env={}, cwd="/", start_new_session=True,
+                pass_fds=[theirs.fileno()], env=_ENVIRONMENT, cwd="/", start_new_session=True,
             )  # fmt: skip
         finally:
             theirs.close()

@@ -310,6 +310,8 @@ def _etc_files(spec: LaunchSpec) -> None:
 def _etc(name: str, text: str, *, replace: bool) -> None:
     """Write /etc/`name`, unless the image has made that impossible: then it keeps what it has."""
     raw = name.encode()
+    if not replace and os.path.isfile(f"/etc/{name}") and os.path.getsize(f"/etc/{name}"):
+        return
     try:
         folder = make_directories(b"/etc")
     except OSError:
