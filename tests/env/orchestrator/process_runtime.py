@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,8 @@ class Agent:
 
     def _kill(self, job: AgentJob) -> None:
         if job.process is not None and job.process.returncode is None:
-            os.killpg(job.process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # killed before, and its end not yet seen
+                os.killpg(job.process.pid, signal.SIGKILL)
 
     def cancel(self, job: AgentJob, reason: str) -> None:
         if job.completed_at is None:

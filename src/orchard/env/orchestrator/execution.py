@@ -43,7 +43,7 @@ from orchard.env.runtimes.base import Runtime
 _log = logging.getLogger(__name__)
 _RECONNECT_MIN_S, _RECONNECT_MAX_S = 0.02, 1.0
 #: Finished jobs that a sandbox's agent may keep before it is told to forget them; larger outputs at once.
-_AGENT_KEEPS = 256
+_AGENT_KEEPS = 1000
 _FORGET_BYTES = 64 << 10
 _NEVER_ARRIVED = "the command had not reached its sandbox when the service stopped: it did not run"
 
@@ -267,8 +267,7 @@ class Execution:
         try:
             await self._store.flush()
             channel = await self._runtime.channel(sandbox.sandbox_id)
-            for job_id in job_ids:
-                await channel.call("forget", job_id=job_id)
+            await asyncio.gather(*(channel.call("forget", job_id=job_id) for job_id in job_ids))
         except OrchardError as error:
             _log.debug("an agent keeps finished jobs: %s", error, extra={"sandbox_id": sandbox.sandbox_id})
 
