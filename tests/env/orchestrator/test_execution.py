@@ -197,3 +197,24 @@ async def test_listing_shows_jobs_without_output(call: Caller) -> None:
     jobs = (await call.get("/sandboxes/box/jobs")).expect()["jobs"]
     assert [(job["job_id"], job["stdout"]) for job in jobs] == [("one", ""), ("two", "")]
     assert jobs[0]["stdout_bytes"] == 2
+
+
+async def test_a_repeated_request_attaches_though_less_lifetime_than_its_timeout_is_left(
+    running: Running,
+) -> None:
+    call = running.call
+    await call.ready(ttl_seconds=100)
+    first = await call.run("box", "echo x", job_id="j", timeout_seconds=90)
+    (await call("PATCH", "/sandboxes/box", {"ttl_seconds": 50})).expect()
+    assert await call.run("box", "echo x", job_id="j", timeout_seconds=90) == first
+    assert running.agent("box").runs == 1
+
+
+async def test_a_refused_command_does_not_hold_its_id_or_the_lease(running: Running) -> None:
+    call = running.call
+    await call.ready(ttl_seconds=50, heartbeat_timeout=0.2)
+    body = {"command": "true", "job_id": "j", "timeout_seconds": 90, "wait": True}
+    assert (await call.post("/sandboxes/box/exec", body)).expect(409)["code"] == "lifetime_exceeded"
+    assert (await call.get("/jobs/j")).status == 404
+    reply = await call.until("/sandboxes/box", lambda reply: reply.status != 200)
+    assert reply.expect(404)["reason"] == "heartbeat"

@@ -72,18 +72,20 @@ class Execution:
 
         `disconnected` returns when the caller has gone away. Raises what the command is refused with.
         """
-        arguments = self._arguments(sandbox, body)
-        job, fresh = await self._admit(sandbox, body)
-        if isinstance(job, JobRecord):
-            return job.json() if body.wait else _queued(job.job_id)
+        digest = exec_digest(body)
+        known = await self._known(sandbox, body, digest)
+        if isinstance(known, JobRecord):
+            return known.json() if body.wait else _queued(known.job_id)
+        arguments = self._arguments(sandbox, body) if known is None else {}
+        job = known or self._admit(sandbox, body, digest)
         if not body.wait:
-            if fresh:
+            if known is None:
                 await self._accept(job, arguments, body)
             job.acknowledged = True
             self._table.save_start(job)
             await self._store.flush()
             return _queued(job.job_id)
-        if not fresh:
+        if known is not None:
             record = await job.finished()
         elif body.on_disconnect is OnDisconnect.KILL:
             record = await self._run_attended(job, arguments, body, disconnected)
@@ -92,31 +94,36 @@ class Execution:
         await self._store.flush()
         return record.json()
 
-    async def _admit(self, sandbox: Sandbox, body: ExecRequest) -> tuple[LiveJob | JobRecord, bool]:
-        """The job of a request, and whether it is a new one that the caller has to run."""
+    async def _known(self, sandbox: Sandbox, body: ExecRequest, digest: str) -> LiveJob | JobRecord | None:
+        """The job that the request's id stands for already. Raises `Conflict` when that is another command."""
+        if body.job_id is None:
+            return None
+        known: LiveJob | JobRecord | None = self._table.live(sandbox.owner, body.job_id)
+        if known is None:
+            known = await self._table.finished(sandbox.owner, body.job_id)
+            # Asking the store may have taken a while: somebody else may have begun it.
+            known = self._table.live(sandbox.owner, body.job_id) or known
+        if known is not None:
+            _check_same(known, sandbox, body, digest)
+        return known
+
+    def _admit(self, sandbox: Sandbox, body: ExecRequest, digest: str) -> LiveJob:
+        """A new job, which the caller has to run."""
         if self._closing:
             raise stopping("the command was not started")
         if len(self._table) >= self._settings.max_jobs:
             raise Overloaded(
                 f"{len(self._table)} commands are running already; try again in a moment", retry_after_s=2.0
             )
-        digest = exec_digest(body)
-        if body.job_id is not None:
-            known: LiveJob | JobRecord | None = self._table.live(sandbox.owner, body.job_id)
-            if known is None:
-                known = await self._table.finished(sandbox.owner, body.job_id)
-            # Asking the store may have taken a while: somebody else may have begun it.
-            known = self._table.live(sandbox.owner, body.job_id) or known
-            if known is not None:
-                _check_same(known, sandbox, body, digest)
-                return known, False
+        if (error := sandbox.gone()) is not None:
+            raise error
         job = LiveJob(body.job_id or "job-" + os.urandom(8).hex(), sandbox, body.command, digest)
         # A command in the background may run for good: it does not speak for its client being alive.
         job.keeps_lease = not body.background
         if job.keeps_lease:
             self._lifecycle.hold(sandbox)
         self._table.add(job)
-        return job, True
+        return job
 
     def _arguments(self, sandbox: Sandbox, body: ExecRequest) -> dict[str, Any]:
         """The fields of the agent's `exec`. Raises `LifetimeExceeded`."""

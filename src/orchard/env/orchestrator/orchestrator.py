@@ -51,6 +51,7 @@ class Orchestrator:
         self.patches = Patches(self.agents, settings)
         self._housekeeper: asyncio.Task[None] | None = None
         self.running = False
+        self._stopping = False
         queue = self.lifecycle.queue
         self.metrics.watch(
             self.catalog.counts, lambda: len(queue), lambda: queue.starting, lambda: len(table)
@@ -133,14 +134,14 @@ class Orchestrator:
     async def stop(self) -> None:
         """Let go of everything; sandboxes and their jobs live on, for the next run to adopt."""
         await self.begin_stop()
-        await self.lifecycle.close()
         await self.store.close()
 
     async def begin_stop(self) -> None:
         """Requests that wait for commands are answered now (503, try again); new ones are refused."""
-        if not self.running:
-            return
         self.running = False
+        if self._stopping:
+            return
+        self._stopping = True
         self.lifecycle.closing = True
         if self._housekeeper is not None:
             self._housekeeper.cancel()

@@ -25,6 +25,7 @@ from orchard.env.runtimes.registry import make_runtime
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 4096
+_FILES = 65_536
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -154,8 +155,10 @@ def _url(settings: ServiceSettings, listener: socket.socket) -> str:
 
 
 def _raise_file_limit() -> None:
-    """A thousand sandboxes and as many clients need a descriptor each."""
+    """A thousand sandboxes and as many clients need a descriptor each. Not more than that: commands inherit the
+    limit, and some programs close every descriptor below it one by one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
