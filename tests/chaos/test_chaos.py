@@ -41,8 +41,7 @@ def service(tmp_path: Path) -> Iterator[Service]:
     ids = {s["sandbox_id"] for s in live_sandboxes(server.rest)}
     server.delete_all()
     assert server.stop() == 0, server.log()
-    left = Leftovers(server.mark, server.state_dir, ids, RUNTIMES["local"].tags(server.state_dir))
-    eventually(lambda: not left.all(), "nothing is left", 20)
+    Leftovers(server.mark, server.state_dir, ids, RUNTIMES["local"].tags(server.state_dir)).check()
 
 
 @contextmanager

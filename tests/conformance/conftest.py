@@ -13,17 +13,8 @@ from tests.support.machine import Leftovers
 from tests.support.rest import Box, Rest, new_id
 from tests.support.sdk import Sdk, open_sdk
 from tests.support.service import Service, live_sandboxes
-from tests.support.waiting import eventually
 
 NewBox = Callable[..., Box]
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `pytest -n N --dist loadgroup`, a module stays in one process: its tests share sandboxes and services."""
-    here = Path(__file__).parent
-    for item in items:
-        if item.path.is_relative_to(here):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(scope="session", params=list(RUNTIMES))
@@ -49,9 +40,7 @@ def end_and_check(server: Service, runtime: RuntimeCase) -> None:
     ids = {s["sandbox_id"] for s in live_sandboxes(server.rest)}
     server.delete_all()
     assert server.stop() == 0, server.log()
-    left = Leftovers(server.mark, server.state_dir, ids, runtime.tags(server.state_dir))
-    eventually(lambda: not left.all(), f"nothing is left of {server.state_dir}", 10)
-    assert left.all() == []
+    Leftovers(server.mark, server.state_dir, ids, runtime.tags(server.state_dir)).check()
 
 
 @pytest.fixture(scope="session")

@@ -123,8 +123,8 @@ def test_a_sandbox_limited_in_every_way_loads_nothing(rest: Rest, image: str) ->
         "user": "worker",
         "working_dir": "/home/worker",
     }
-    with rest.sandbox(image, env={"PYTHONPATH": "/usr/lib/python3.11", "PYTHONSTARTUP": "/x", "LD_PRELOAD": "/lib/libnss_evil.so.2"},
-                      **fields) as box:  # fmt: skip
+    env = {"PYTHONPATH": "/usr/lib/python3.11", "PYTHONSTARTUP": "/x", "LD_PRELOAD": "/lib/libnss_evil.so.2"}
+    with rest.sandbox(image, env=env, **fields) as box:
         assert box.out("id -u", env={"LD_PRELOAD": ""}) == "1000\n"
         box.run("head -c 100000000 /dev/zero | tail")
         box.run("f() { f | f & }; f", timeout_seconds=1)

@@ -9,6 +9,8 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
+from tests.support.waiting import eventually
+
 PROC = Path("/proc")
 
 
@@ -155,3 +157,11 @@ class Leftovers:
 
     def all(self) -> list[str]:
         return self.processes() + self.mounts() + self.control_groups() + self.network() + self.directories()
+
+    def check(self, within_s: float = 20.0) -> None:
+        """AssertionError that names what is left after `within_s`."""
+        try:
+            eventually(lambda: not self.all(), "nothing is left", within_s)
+        except AssertionError:
+            if left := self.all():
+                raise AssertionError("left behind:\n" + "\n".join(left)) from None
