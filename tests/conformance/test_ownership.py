@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -138,3 +139,15 @@ def test_keys_are_in_no_log(shared: Service, alice: Rest) -> None:
     assert ALICE.key not in log
     assert shared.api_key is not None
     assert shared.api_key not in log
+
+
+def test_directories_of_the_machine_are_images_for_admins_only(
+    alice: Rest, root: Rest, runtime: RuntimeCase, tmp_path: Path
+) -> None:
+    assert runtime.on_this_machine
+    (tmp_path / "secret").write_text("of another tenant")
+    answer = alice.request("POST", "/sandboxes", {"image": f"dir:{tmp_path}"})
+    assert (answer.status, answer.code) == (403, "forbidden")
+    with root.sandbox(f"dir:{tmp_path}") as box:
+        listing = box.rest.request("GET", f"{box.path}/files/list?path=/")
+        assert "secret" in {entry["name"] for entry in listing.json["files"]}

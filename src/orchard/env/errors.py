@@ -277,7 +277,10 @@ _KNOWN = {"detail", "code", "retryable", "infra", "request_id", "reason", "retry
 
 def from_body(status: int, body: dict[str, Any]) -> OrchardError:
     """The error that a JSON body and HTTP status stand for; unknown codes map by status."""
-    cls = BY_CODE.get(str(body.get("code")), _BY_STATUS.get(status, InfrastructureError if status >= 500 else InvalidRequest))
+    cls = BY_CODE.get(
+        str(body.get("code")),
+        _BY_STATUS.get(status, InfrastructureError if status >= 500 else InvalidRequest),
+    )
     error = cls(
         str(body.get("detail", f"HTTP {status}")),
         reason=body.get("reason"),

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from orchard.env.contract import CreateSandbox, EndReason, PatchSandbox, SandboxStatus
 from orchard.env.errors import (
+    Forbidden,
     InfrastructureError,
     OrchardError,
     Overloaded,
@@ -39,6 +40,12 @@ from orchard.env.runtimes.base import Handle, Postmortem, Runtime, StartFailed
 _log = logging.getLogger(__name__)
 _START_ATTEMPTS = 5
 _FREE_ATTEMPTS = 4
+
+
+def _check_image(principal: Principal, image: str) -> None:
+    """A directory of the machine as an image would let a tenant read whatever lies there."""
+    if image.startswith("dir:") and not principal.admin:
+        raise Forbidden("images of the kind dir:PATH are for admin keys; use an image that was imported")
 
 
 class Dependents(Protocol):
@@ -67,8 +74,9 @@ class Lifecycle:
     async def create(self, principal: Principal, body: CreateSandbox) -> Sandbox:
         """Accept a new sandbox, or find the same one accepted before. Durable when it returns.
 
-        Raises `Conflict` when the id is taken by something else, `QuotaExceeded`, `Overloaded`.
+        Raises `Conflict` when the id is taken by something else, `Forbidden`, `QuotaExceeded`, `Overloaded`.
         """
+        _check_image(principal, body.image)
         sandbox_id = body.sandbox_id or new_id(principal.owner, body.idempotency_key)
         digest = body_digest(body)
         if body.sandbox_id or body.idempotency_key:

@@ -56,7 +56,7 @@ async def execute(request: Request, sandbox_id: str, body: ExecRequest) -> Respo
 
 
 @routes.post(
-    "/sandboxes", response_model=SandboxInfo, responses=errors(409, 413, 429), summary="Create a sandbox"
+    "/sandboxes", response_model=SandboxInfo, responses=errors(403, 409, 413, 429), summary="Create a sandbox"
 )
 async def create(request: Request, body: CreateSandbox) -> Response:
     """Answers at once, with status `pending`; GET …/wait tells when it is ready. The same `sandbox_id` or
