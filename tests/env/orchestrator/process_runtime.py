@@ -166,12 +166,13 @@ class Channel:
             job = await agent.exec(payload, args)
         elif op == "jobs":
             return {"jobs": [job.record() for job in agent.jobs.values() if not job.internal]}, b""
+        elif op == "forget":
+            agent.forgotten += args["job_ids"]
+            for job_id in args["job_ids"]:
+                agent.jobs.pop(job_id, None)
+            return {}, b""
         elif args["job_id"] not in agent.jobs:
             raise JobNotFound("unknown to the agent")
-        elif op == "forget":
-            agent.forgotten.append(args["job_id"])
-            del agent.jobs[args["job_id"]]
-            return {}, b""
         else:
             job = agent.jobs[args["job_id"]]
         if op == "cancel":

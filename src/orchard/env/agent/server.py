@@ -342,7 +342,8 @@ class Agent:
     def _forget(
         self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any
     ) -> None:
-        self.jobs.forget(header["job_id"])
+        for job_id in header["job_ids"]:
+            self.jobs.forget(job_id)
         answer({})
 
     # ------------------------------------------------------------------------------------------------ files

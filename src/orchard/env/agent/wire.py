@@ -28,7 +28,7 @@ Operations (→ answer fields; `+ payload` marks raw bytes):
     abort     upload                                  → (drops the temporary file)
     list      path                                    → path, files [{name, type, size, modified, mode, target}]
     log                                               → lines
-    forget    job_id                                  → (frees a finished job's memory and spool)
+    forget    job_ids                                 → (frees finished jobs' memory)
 
 A `job` is: job_id, command (in `jobs` only), status (queued, running, succeeded, failed), exit_code, signal (name
 without SIG), created_at, started_at, completed_at (Unix seconds), duration_s, queue_s, timed_out, oom_killed, error,

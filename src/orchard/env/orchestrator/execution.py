@@ -274,7 +274,7 @@ class Execution:
         try:
             await self._store.flush()
             channel = await self._runtime.channel(sandbox.sandbox_id)
-            await asyncio.gather(*(channel.call("forget", job_id=job_id) for job_id in job_ids))
+            await channel.call("forget", job_ids=job_ids)
         except OrchardError as error:
             _log.debug("an agent keeps finished jobs: %s", error, extra={"sandbox_id": sandbox.sandbox_id})
 

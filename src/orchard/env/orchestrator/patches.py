@@ -83,7 +83,7 @@ class Patches:
 
     async def _forget(self, sandbox: Sandbox, job_id: str) -> None:
         try:
-            await self._agents.call(sandbox, "forget", job_id=job_id)
+            await self._agents.call(sandbox, "forget", job_ids=[job_id])
         except OrchardError:
             pass  # the agent forgets by itself in the end
 
