@@ -10,8 +10,8 @@ from collections import deque
 
 from orchard.env.agent import accounts, spawn
 from orchard.env.agent.job import AgentError, Defaults, Job, JobSpec
-from orchard.env.agent.paths import open_inside
 from orchard.env.agent.pipes import Pipes
+from orchard.env.agent.surroundings import Surroundings
 
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
 if TYPE_CHECKING:
@@ -50,9 +50,11 @@ class JobTable:
         self._loop = loop
         self._pipes = Pipes(loop)
         self._containment = containment
-        self.defaults = defaults
         self._null_fd = null_fd
-        self.accounts = accounts.Accounts()
+        self.surroundings = Surroundings(defaults)
+        # Whether the sandbox has no process but the agent, and how many were killed for memory when last asked.
+        self._alone = True
+        self._oom_kills = 0
         self._log = log
         self._retention_s = retention_s
         self._retained_cap = retained_bytes
@@ -96,9 +98,12 @@ class JobTable:
         """Do ahead what the first command would have to wait for."""
         self._containment.release(self._containment.acquire())
         try:
-            self.accounts.lookup(self.defaults.user)
+            account = self.surroundings.default_account()
         except accounts.UnknownUser:
-            pass  # commands will be told
+            return  # commands will be told
+        if account.uid == os.geteuid():
+            # Commands of the agent's own user are spawned without setting ids: they have what the agent has.
+            os.setgroups(account.groups)
 
     def get(self, job_id: str) -> Job:
         job = self.jobs.get(job_id)
@@ -150,34 +155,6 @@ class JobTable:
 
     # ------------------------------------------------------------------------------------------ starting
 
-    def _directory(self, spec: JobSpec) -> int:
-        """A descriptor of the directory to start in. Looked up at the command's turn, since an earlier one may have made
-        it, and entered by the descriptor, so that it cannot be exchanged in between."""
-        cwd = spec.cwd or self.defaults.working_dir
-        try:
-            return open_inside(cwd.encode("utf-8", "surrogateescape"), os.O_PATH | os.O_DIRECTORY)
-        except (OSError, ValueError) as error:
-            why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-            detail = f"the working directory {cwd!r} cannot be entered ({why}); it must exist in the sandbox"
-            raise AgentError("cwd_not_found", detail) from None
-
-    def _account(self, spec: JobSpec) -> accounts.Account:
-        try:
-            return self.accounts.lookup(spec.user or self.defaults.user)
-        except accounts.UnknownUser as error:
-            raise AgentError("user_not_found", str(error)) from None
-
-    def _environment(self, spec: JobSpec, account: accounts.Account) -> dict[str, str]:
-        env = {
-            "PATH": spawn.DEFAULT_PATH,
-            "HOME": account.home,
-            "USER": account.name,
-            "LOGNAME": account.name,
-        }
-        env.update(self.defaults.env)
-        env.update(spec.env)
-        return env
-
     def _start(self, job: Job) -> None:
         job.started_at = time.time()
         job.started_mono = time.monotonic()
@@ -185,10 +162,10 @@ class JobTable:
         job.status = "running"
         spec = job.spec
         try:
-            account = self._account(spec)
-            env = self._environment(spec, account)
-            command = spawn.resolve(spec.command, spec.login_shell, env["PATH"])
-            directory_fd = self._directory(spec)
+            account = self.surroundings.account(spec)
+            env, path = self.surroundings.environment(spec, account)
+            command = spawn.resolve(spec.command, spec.login_shell, path)
+            directory_fd = self.surroundings.directory(spec)
             try:
                 self._launch(job, command, env, account, directory_fd)
             finally:
@@ -204,7 +181,7 @@ class JobTable:
         self,
         job: Job,
         command: spawn.Command,
-        env: dict[str, str],
+        env: list[bytes],
         account: accounts.Account,
         directory_fd: int,
     ) -> None:
@@ -221,7 +198,8 @@ class JobTable:
                 ours.append(stdin_write)
             group = self._containment.acquire()
             try:
-                job.oom_before = self._containment.oom_kills()
+                # While nothing ran, nothing can have been killed: what was read last still holds.
+                job.oom_before = self._oom_kills if self._alone else self._containment.oom_kills()
                 self._containment.enter(group)
                 try:
                     pid = spawn.spawn(command, env=env, directory_fd=directory_fd, account=account,
@@ -241,6 +219,7 @@ class JobTable:
         job.group = group
         job.pid = pid
         self._by_pid[pid] = job
+        self._alone = False
         self._pipes.attach(job, out_read, err_read, stdin_write)
 
     def _start_failed(self, job: Job, error: Exception) -> None:
@@ -327,6 +306,8 @@ class JobTable:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
+                # As process 1 the agent has every orphan for a child: no child means no process at all.
+                self._alone = True
                 break
             if pid == 0:
                 break
@@ -370,9 +351,10 @@ class JobTable:
         job.signal_name = signal_name
         # The limit is the whole sandbox's: beside other running commands only a failure is put down to it.
         if exit_code != 0 or not self._by_pid:
-            job.oom_killed = self._containment.oom_kills() > job.oom_before
+            self._oom_kills = self._containment.oom_kills()
+            job.oom_killed = self._oom_kills > job.oom_before
         job.group = None
-        if group.populated():
+        if not self._alone and group.populated():
             self._lingering.append(group)
         else:
             self._containment.release(group)

@@ -260,7 +260,7 @@ class Agent:
         if os.path.isdir(path):
             return
         try:
-            account = self.jobs.accounts.lookup(self.defaults.user)
+            account = self.jobs.surroundings.default_account()
             fd = make_directories(path.encode("utf-8", "surrogateescape"))
             try:
                 os.fchown(fd, account.uid, account.gid)

@@ -8,8 +8,6 @@ import os
 
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from orchard.env.agent.accounts import Account
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -100,7 +98,7 @@ def _bytes(text: str) -> bytes:
 def spawn(
     command: Command,
     *,
-    env: Mapping[str, str],
+    env: list[bytes],
     directory_fd: int,
     account: Account,
     stdin_fd: int,
@@ -119,14 +117,18 @@ def spawn(
         os.dup2(stderr_fd, _LATE_STDERR_FD, inheritable=False)
         pass_fds = (_LATE_STDERR_FD,)
         start_stderr = null_fd
-    same_user = account.uid == os.geteuid()
+    same_user = (
+        account.uid == os.geteuid()
+        and account.gid == os.getegid()
+        and set(account.groups) == set(os.getgroups())
+    )
     err_read, err_write = os.pipe2(os.O_CLOEXEC)
     keep = tuple(sorted((err_write, *pass_fds)))
     try:
         try:
             pid = _posixsubprocess.fork_exec(
                 command.argv, command.candidates, True, keep, b"/proc/self/fd/%d" % directory_fd,  # type: ignore[arg-type]
-                [_bytes(f"{name}={value}") for name, value in env.items()],
+                env,
                 stdin_fd, -1, -1, stdout_fd, -1, start_stderr, err_read, err_write,
                 True, True, -1,
                 None if same_user else account.gid,
