@@ -2,6 +2,8 @@
 
     OrchardError
     ├── InvalidRequest            422  the request itself is wrong; nothing was done
+    │   ├── MethodNotAllowed      405  the path exists, not for this method
+    │   ├── SettingsError              (at start) a setting of the service is impossible
     │   ├── CwdNotFound           400  the working directory of a command does not exist
     │   ├── UserNotFound          400  the user of a command does not exist in the image
     │   ├── PathInvalid           400  a path is empty, escapes, or names something unusable
@@ -96,6 +98,17 @@ class OrchardError(Exception):
 class InvalidRequest(OrchardError, ValueError):
     code = "invalid_request"
     http_status = 422
+
+
+class MethodNotAllowed(InvalidRequest):
+    code = "method_not_allowed"
+    http_status = 405
+
+
+class SettingsError(InvalidRequest):
+    """A setting of the service is impossible; told at start, before anything runs."""
+
+    code = "invalid_settings"
 
 
 class CwdNotFound(InvalidRequest):
@@ -268,7 +281,7 @@ def _subclasses(cls: type[OrchardError]) -> list[type[OrchardError]]:
 BY_CODE: dict[str, type[OrchardError]] = {cls.code: cls for cls in _subclasses(OrchardError)}
 
 _BY_STATUS: dict[int, type[OrchardError]] = {
-    400: InvalidRequest, 401: Unauthorized, 403: Forbidden, 404: NotFound, 408: SandboxTimeout,
+    400: InvalidRequest, 401: Unauthorized, 403: Forbidden, 404: NotFound, 405: MethodNotAllowed, 408: SandboxTimeout,
     409: Conflict, 413: TooLarge, 422: InvalidRequest, 429: QuotaExceeded, 503: Overloaded, 507: DiskFull,
 }  # fmt: skip
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from orchard.env.errors import Unauthorized
+from orchard.env.errors import SettingsError, Unauthorized
 from orchard.env.orchestrator.auth import KeyRing, Role, hash_key
-from orchard.env.orchestrator.settings import ServiceSettings, SettingsError
+from orchard.env.orchestrator.settings import ServiceSettings
 
 
 def test_file_environment_and_arguments_share_names_and_the_later_wins(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from orchard.env.errors import Unauthorized
-from orchard.env.orchestrator.settings import ServiceSettings, SettingsError, read_document
+from orchard.env.errors import SettingsError, Unauthorized
+from orchard.env.orchestrator.settings import ServiceSettings, read_document
 
 DEFAULT_OWNER = "default"
 _OWNER = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.@-]{0,62}[A-Za-z0-9])?\Z")

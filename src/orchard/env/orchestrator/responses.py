@@ -17,6 +17,7 @@ from orchard.env.errors import (
     Forbidden,
     InternalError,
     InvalidRequest,
+    MethodNotAllowed,
     NotFound,
     OrchardError,
     TooLarge,
@@ -63,11 +64,6 @@ def json_bytes(value: Any) -> bytes:
 def json_of(value: Any) -> Json:
     """Any mapping, list or model of the contract as an answer."""
     return Json(json_bytes(value))
-
-
-class MethodNotAllowed(InvalidRequest):
-    code = "method_not_allowed"
-    http_status = 405
 
 
 def error_response(error: OrchardError) -> Response:

@@ -16,10 +16,11 @@ from pathlib import Path
 
 import uvicorn
 
+from orchard.env.errors import SettingsError
 from orchard.env.orchestrator import logging as logs
 from orchard.env.orchestrator.app import create_app
 from orchard.env.orchestrator.orchestrator import Orchestrator
-from orchard.env.orchestrator.settings import ServiceSettings, SettingsError
+from orchard.env.orchestrator.settings import ServiceSettings
 from orchard.env.orchestrator.stores.sqlite import SqliteStore
 from orchard.env.runtimes.registry import make_runtime
 

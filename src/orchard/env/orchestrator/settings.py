@@ -20,17 +20,11 @@ from orchard.env.contract import (
     DEFAULT_TTL_S,
     FINISHED_JOB_RETENTION_S,
 )
-from orchard.env.errors import InvalidRequest
+from orchard.env.errors import SettingsError
 from orchard.env.paths import default_state_dir
 
 ENV_PREFIX = "ORCHARD_"
 _LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
-
-
-class SettingsError(InvalidRequest):
-    """The service cannot start with these settings; the text says what to change."""
-
-    code = "invalid_settings"
 
 
 def default_max_starting() -> int:
