@@ -33,7 +33,7 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@tools/system-packages.sh nft:nftables busybox:busybox-static git:git patch:patch
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 # All four run even if one fails, so that one look shows everything.
 lint: $(STAMP)

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -44,7 +45,8 @@ def held(narrow: Service) -> Iterator[Callable[[], None]]:
 
     def release() -> None:
         for pid in helpers:
-            os.kill(pid, signal.SIGCONT)
+            with suppress(ProcessLookupError):  # what waited to become the sandbox may have ended with it
+                os.kill(pid, signal.SIGCONT)
 
     yield release
     release()

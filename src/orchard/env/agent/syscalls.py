@@ -16,6 +16,7 @@ _syscall = _libc.syscall
 _syscall.restype = ctypes.c_long
 _prctl = _libc.prctl
 
+_RT_SIGACTION = {"x86_64": 13, "aarch64": 134}.get(os.uname().machine, -1)
 SYS_OPENAT2 = 437
 SYS_CLOSE_RANGE = 436
 
@@ -56,6 +57,13 @@ def openat2(dir_fd: int, path: bytes, flags: int, mode: int = 0, resolve: int = 
 def close_range(first: int, last: int = 0xFFFFFFFF) -> None:
     """Close every descriptor from `first` to `last`."""
     checked(_syscall(SYS_CLOSE_RANGE, first, last, 0), "close_range")
+
+
+def default_signals() -> None:
+    """Give every signal its default effect: what the service's own parent ignored (such as nohup's SIGHUP) is not
+    ignored by commands. By the bare call, since the C library keeps its two internal signals to itself."""
+    for number in range(1, 65):
+        _syscall(_RT_SIGACTION, number, bytes(32), None, 8)  # SIGKILL and SIGSTOP refuse, and need not
 
 
 def prctl(option: int, arg2: int | bytes = 0, arg3: int = 0) -> int:

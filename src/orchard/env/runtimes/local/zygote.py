@@ -29,7 +29,7 @@ import sys
 from collections import deque
 
 from orchard.env.agent import server
-from orchard.env.agent.syscalls import PR_SET_NAME, prctl
+from orchard.env.agent.syscalls import PR_SET_NAME, default_signals, prctl
 from orchard.env.runtimes.local import kernel
 from orchard.env.runtimes.local.cgroups import Cgroups
 from orchard.env.runtimes.local.sandbox_init import MAX_ORDER_BYTES, Nursery, be_born
@@ -295,6 +295,7 @@ def hide_command_line(title: bytes) -> None:
 
 
 def main() -> None:
+    default_signals()
     options = json.loads(sys.argv[1])
     control = socket.socket(fileno=options["control_fd"])
     control.set_inheritable(False)
