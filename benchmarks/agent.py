@@ -61,7 +61,7 @@ async def _exec_and_spawn(channel: AgentChannel, count: int) -> Metrics:
             raise RuntimeError(f"exec of {TRUE}: {answer}")
         with timed(bare):
             _spawn()
-        await channel.call("forget", job_id=f"job{number}")
+        await channel.call("forget", job_ids=[f"job{number}"])
     agent, spawn = latency(through_agent[20:]), latency(bare[20:])
     over = {"p50_ms": round(agent["p50_ms"] - spawn["p50_ms"], 3)}
     return {"agent_exec": agent, "spawn": spawn, "agent_over_spawn": over}
