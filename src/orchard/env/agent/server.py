@@ -90,6 +90,7 @@ class Connection:
                 return
             self.authenticated = True
             self._reader = FrameReader()
+            self._agent.configure(header.get("configure"))
             self.send({"id": request_id, "ok": True, **self._agent.hello()})
             return
 
@@ -185,7 +186,7 @@ class Agent:
             "exec": self._exec, "job": self._job, "jobs": self._list_jobs, "cancel": self._cancel,
             "signal": self._signal, "stdin": self._stdin, "forget": self._forget, "read": self._read,
             "write": self._write, "abort": self._abort, "list": self._list, "log": self._log_op,
-            "configure": self._configure, "ping": self._ping, "statvfs": self._statvfs,
+            "ping": self._ping, "statvfs": self._statvfs,
         }  # fmt: skip
 
     def run(self) -> None:
@@ -243,16 +244,16 @@ class Agent:
 
     # --------------------------------------------------------------------------------------------- commands
 
-    def _configure(
-        self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any
-    ) -> None:
-        self.defaults.env.update(header.get("env") or {})
-        if header.get("user"):
-            self.defaults.user = header["user"]
-        if header.get("working_dir"):
-            self.defaults.working_dir = self.files.base = header["working_dir"]
-            self._make_working_dir(header["working_dir"])
-        answer({})
+    def configure(self, defaults: dict[str, Any] | None) -> None:
+        """Set what commands start from."""
+        if defaults is None:
+            return
+        self.defaults.env.update(defaults.get("env") or {})
+        if defaults.get("user"):
+            self.defaults.user = defaults["user"]
+        if defaults.get("working_dir"):
+            self.defaults.working_dir = self.files.base = defaults["working_dir"]
+            self._make_working_dir(defaults["working_dir"])
         self.loop.after(0, self.jobs.warm_up)
 
     def _make_working_dir(self, path: str) -> None:

@@ -8,8 +8,8 @@ closes the connection. Any number of connections may be open; a job belongs to t
 
 Operations (→ answer fields; `+ payload` marks raw bytes):
 
-    hello     token                                   → version, pid, boot_id, jobs (count)
-    configure env {..}, working_dir, user             → (defaults of every later command; once, after create)
+    hello     token, configure {env, working_dir, user}?  → version, pid, boot_id, jobs (count)
+              `configure` sets the defaults of every later command: once, by the first peer after creation
     ping                                              → now
     exec      job_id, command, timeout_s, grace_s, cwd, env, user, login_shell, stdin_size, stdin_open,
               max_output_bytes, background, concurrent, wait, internal   + payload: stdin bytes

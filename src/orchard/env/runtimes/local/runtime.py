@@ -209,13 +209,15 @@ class LocalRuntime:
 
     async def _greet(self, handle: LocalHandle, spec: SandboxSpec, image: ResolvedImage) -> None:
         """Open the channel and tell the agent what its commands start from."""
-        channel = await self._connect(handle)
-        await channel.call(
-            "configure", env={**image.env, **spec.env},
-            working_dir=spec.working_dir or image.working_dir, user=spec.user or image.user,
-        )  # fmt: skip
+        await self._connect(handle, {
+            "env": {**image.env, **spec.env},
+            "working_dir": spec.working_dir or image.working_dir,
+            "user": spec.user or image.user,
+        })  # fmt: skip
 
-    async def _connect(self, handle: LocalHandle) -> AgentProtocolChannel:
+    async def _connect(
+        self, handle: LocalHandle, configure: dict[str, Any] | None = None
+    ) -> AgentProtocolChannel:
         """Open and authenticate the channel. The socket listens before the agent runs, so this waits for it."""
         sandbox_id = handle.sandbox_id
         path = f"/proc/self/fd/{self._sandboxes_fd}/{sandbox_id}/agent.sock"
@@ -227,7 +229,7 @@ class LocalRuntime:
         except OSError as error:
             raise AgentUnreachable(f"the agent of sandbox {sandbox_id} does not listen: {error}") from None
         try:
-            await channel.call("hello", token=self._token(sandbox_id))
+            await channel.call("hello", token=self._token(sandbox_id), configure=configure)
         except BaseException:
             await channel.close()
             raise

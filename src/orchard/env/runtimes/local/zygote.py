@@ -41,9 +41,8 @@ if TYPE_CHECKING:
 
 _PRELOADED = (encodings.ascii, encodings.idna, encodings.latin_1, encodings.punycode, encodings.utf_8, server)
 _MAX_LAYERS = 128
-#: User namespaces made in idle moments, and how many are kept (every one is a descriptor to copy in each fork).
-_PREPARED_USERNS = 32
-_KEPT_USERNS = 64
+#: User namespaces that are made in idle moments and kept; each is a descriptor to copy and close in every fork.
+_KEPT_USERNS = 1024
 #: Processes forked ahead in idle moments, and the length of such a moment.
 _PREPARED_EMBRYOS = 4
 _IDLE_MS = 2
@@ -186,7 +185,7 @@ class Zygote:
                 return
 
     def _unprepared(self) -> bool:
-        return len(self._embryos) < _PREPARED_EMBRYOS or len(self._userns) < _PREPARED_USERNS
+        return len(self._embryos) < _PREPARED_EMBRYOS or len(self._userns) < _KEPT_USERNS
 
     def _prepare_one(self) -> None:
         """Use an idle moment: a sandbox that is asked for later starts that much sooner."""
