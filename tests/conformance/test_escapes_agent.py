@@ -153,6 +153,17 @@ def test_output_that_nobody_reads_does_not_fill_the_agents_memory(
         box.rest.delete(f"/jobs/{job_id}").expect(200)
 
 
+def test_output_windows_of_many_jobs_do_not_fill_the_machine(runtime: RuntimeCase, new_box: NewBox) -> None:
+    """The agent keeps output outside of the sandbox's memory limit, so it must have a bound of its own."""
+    assert runtime.on_this_machine
+    box = new_box(memory="256Mi")
+    agent = agent_of(box)
+    command = "head -c 60000000 /dev/zero; touch /tmp/$$; sleep 60"
+    running = [box.start(command, background=True, max_output_bytes=64 << 20) for _ in range(20)]
+    eventually(lambda: len(box.ls("/tmp")) == len(running), "all output is written", 60)
+    assert resident_bytes(agent) < 400 * MIB
+
+
 def test_input_that_nobody_takes_does_not_fill_the_agents_memory(
     runtime: RuntimeCase, new_box: NewBox
 ) -> None:

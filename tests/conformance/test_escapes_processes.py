@@ -116,7 +116,6 @@ report(attempt(look))
 @pytest.mark.parametrize(
     "attempt",
     [
-        'call("ptrace", 16, 1, None, None)',
         'call("ptrace", 0x4206, 1, None, None)',
         'call("process_vm_readv", 1, struct.pack("QQ", 4096, 8), 1, struct.pack("QQ", 0x400000, 8), 1, 0)',
         'call("process_vm_writev", 1, struct.pack("QQ", 4096, 8), 1, struct.pack("QQ", 0x400000, 8), 1, 0)',

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -10,6 +14,7 @@ from tests.conformance.conftest import NewBox
 from tests.conformance.runtimes import Images, RuntimeCase
 from tests.support.machine import kill, namespace_init, pids_with_argument
 from tests.support.rest import Box, Rest, new_id
+from tests.support.service import Service
 from tests.support.waiting import Stopwatch, eventually
 
 #: Calls that a dead or deleted sandbox must answer with its reason.
@@ -213,6 +218,33 @@ def test_the_first_heartbeat_begins_a_lease(new_box: NewBox) -> None:
     beat = box.rest.post(f"{box.path}/heartbeat").expect(200)
     assert beat["lease_expires_at"] > time.time()
     assert box.info()["lease_expires_at"] is not None
+
+
+def test_a_stalled_service_does_not_end_what_its_clients_kept_alive(
+    own_service: Callable[..., Service],
+) -> None:
+    """Heartbeats that came while the service could not read them count."""
+    service = own_service()
+    box = service.rest.create("host", heartbeat_timeout=2)
+    over = threading.Event()
+
+    def beat() -> None:
+        rest = Rest(service.base_url, service.api_key)
+        while not over.wait(0.2):
+            rest.post(f"{box.path}/heartbeat")
+
+    client = threading.Thread(target=beat)
+    client.start()
+    try:
+        eventually(lambda: box.info()["lease_expires_at"], "the lease has begun")
+        os.kill(service.pid, signal.SIGSTOP)
+        time.sleep(4)
+        os.kill(service.pid, signal.SIGCONT)
+        time.sleep(1)
+        assert box.info()["status"] == "ready"
+    finally:
+        over.set()
+        client.join(30)
 
 
 # -- death

@@ -151,3 +151,21 @@ def test_directories_of_the_machine_are_images_for_admins_only(
     with root.sandbox(f"dir:{tmp_path}") as box:
         listing = box.rest.request("GET", f"{box.path}/files/list?path=/")
         assert "secret" in {entry["name"] for entry in listing.json["files"]}
+
+
+@pytest.mark.parametrize("path", ["/", "/root", "/etc", "/proc", "{state}", "{state}/.."])
+def test_directories_of_the_machine_are_no_images_for_users(alice: Rest, shared: Service, path: str) -> None:
+    answer = alice.post("/sandboxes", {"image": "dir:" + path.format(state=shared.state_dir)})
+    assert (answer.status, answer.code) == (403, "forbidden")
+
+
+@pytest.mark.parametrize("path", ["/", "{state}", "{state}/sandboxes", "{state}/.."])
+def test_the_machine_and_the_services_own_state_are_no_images_for_anyone(
+    root: Rest, shared: Service, path: str
+) -> None:
+    """The state directory holds the tokens of every sandbox."""
+    answer = root.post("/sandboxes", {"image": "dir:" + path.format(state=shared.state_dir)})
+    if answer.status < 300:
+        box = Box(root, answer.json["sandbox_id"])
+        assert root.get(f"{box.path}/wait", timeout=60).expect(200)["status"] == "failed"
+        box.delete()

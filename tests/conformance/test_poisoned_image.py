@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from tests.conformance.runtimes import RuntimeCase
+from tests.support.images import busybox_tree
 from tests.support.poison import MARK_DIR, library, poisoned_tree
 from tests.support.rest import Box, Rest, new_id
+from tests.support.waiting import Stopwatch
 
 
 @pytest.fixture(scope="module")
@@ -131,11 +135,21 @@ def test_a_sandbox_limited_in_every_way_loads_nothing(rest: Rest, image: str) ->
         assert box.ls(MARK_DIR) == {}
 
 
+def test_devices_and_set_user_id_programs_of_an_image_give_nothing(rest: Rest, tmp_path: Path) -> None:
+    tree = busybox_tree(tmp_path / "tree")
+    os.mknod(tree / "mem", 0o666 | stat.S_IFCHR, os.makedev(1, 1))
+    os.mknod(tree / "disk", 0o666 | stat.S_IFBLK, Path("/tmp").stat().st_dev)
+    shutil.copy(tree / "bin/busybox", tree / "bin/suid")
+    (tree / "bin/suid").chmod(0o4755)
+    with rest.sandbox(f"dir:{tree}") as box:
+        for device in ("/mem", "/disk"):
+            assert "Permission denied" in box.run(["head", "-c", "1", device])["stderr"]
+        assert box.run(["/bin/suid", "touch", "/root/owned"], user="worker")["exit_code"] != 0
+
+
 @pytest.mark.parametrize("name", ["proc", "dev", "tmp", "etc"])
 def test_an_image_whose_mount_points_are_links_leads_nowhere(rest: Rest, tmp_path: Path, name: str) -> None:
     """/proc, /dev, /tmp or /etc planted as links to a place outside."""
-    from tests.support.images import busybox_tree
-
     tree = busybox_tree(tmp_path / "tree")
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -160,9 +174,6 @@ def test_an_image_whose_mount_points_are_links_leads_nowhere(rest: Rest, tmp_pat
 
 
 def test_an_image_whose_account_files_are_devices_or_pipes_does_not_hang(rest: Rest, tmp_path: Path) -> None:
-    from tests.support.images import busybox_tree
-    from tests.support.waiting import Stopwatch
-
     tree = busybox_tree(tmp_path / "tree")
     for name in ("passwd", "group"):
         (tree / "etc" / name).unlink()
