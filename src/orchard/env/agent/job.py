@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from orchard.env.agent.containment import JobGroup
     from orchard.env.agent.loop import Timer
+    from orchard.env.agent.output import Spool
 
 
 class AgentError(Exception):
@@ -110,7 +111,7 @@ class Job:
         "timers",
     )  # fmt: skip
 
-    def __init__(self, spec: JobSpec) -> None:
+    def __init__(self, spec: JobSpec, spool: Spool | None = None) -> None:
         self.spec = spec
         self.status = "queued"
         self.created_at = time.time()
@@ -131,8 +132,8 @@ class Job:
         self.dying = False
         self.oom_killed = False
         self.oom_before = 0
-        self.stdout = OutputWindow(spec.max_output_bytes)
-        self.stderr = OutputWindow(spec.max_output_bytes)
+        self.stdout = OutputWindow(spec.max_output_bytes, spool)
+        self.stderr = OutputWindow(spec.max_output_bytes, spool)
         self.pid = 0
         self.group: JobGroup | None = None
         self.fds: dict[int, OutputWindow] = {}

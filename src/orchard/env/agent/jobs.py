@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from orchard.env.agent.containment import Containment, JobGroup
     from orchard.env.agent.loop import Loop
+    from orchard.env.agent.output import Spool
 
 #: After SIGKILL a process can still hang in the kernel; the job ends this long after it all the same.
 _UNKILLABLE_S = 1.5
@@ -43,6 +44,7 @@ class JobTable:
         containment: Containment,
         defaults: Defaults,
         null_fd: int,
+        spool: Spool,
         log: Callable[[str], None],
         retention_s: float = 3600.0,
         retained_bytes: int = 32 << 20,
@@ -51,6 +53,7 @@ class JobTable:
         self._pipes = Pipes(loop)
         self._containment = containment
         self._null_fd = null_fd
+        self._spool = spool
         self.surroundings = Surroundings(defaults)
         # Whether the sandbox has no process but the agent, and how many were killed for memory when last asked.
         self._alone = True
@@ -79,7 +82,7 @@ class JobTable:
                     "conflict", f"job {spec.job_id} exists with another command; use a new job_id"
                 )
             return known, True
-        job = Job(spec)
+        job = Job(spec, self._spool)
         in_order = not (spec.concurrent or spec.background)
         if in_order and (self._active is not None or self._waiting):
             self.jobs[spec.job_id] = job
@@ -379,7 +382,7 @@ class JobTable:
         job.status = "succeeded" if job.exit_code == 0 and job.error is None else "failed"
         job.stdin_buffer.clear()
         self._finished.append(job)
-        self._retained += job.stdout.size + job.stderr.size
+        self._retained += job.stdout.memory_bytes + job.stderr.memory_bytes
         job.fire_done()
         self._prune()
         if self._active is job:
@@ -413,5 +416,7 @@ class JobTable:
 
     def _drop(self, job: Job) -> None:
         self._finished.remove(job)
-        self._retained -= job.stdout.size + job.stderr.size
+        self._retained -= job.stdout.memory_bytes + job.stderr.memory_bytes
+        job.stdout.release()
+        job.stderr.release()
         del self.jobs[job.spec.job_id]

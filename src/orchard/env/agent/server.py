@@ -15,6 +15,7 @@ from orchard.env.agent.files import Files
 from orchard.env.agent.job import AgentError, Defaults, Job, JobSpec
 from orchard.env.agent.jobs import REFUSALS, JobTable
 from orchard.env.agent.loop import READ, WRITE, Loop
+from orchard.env.agent.output import Spool
 from orchard.env.agent.paths import make_directories
 from orchard.env.agent.wire import CHUNK_BYTES, WIRE_VERSION, FrameReader, WireError, frame
 
@@ -25,10 +26,14 @@ if TYPE_CHECKING:
 
     from orchard.env.agent.containment import Containment
 
+    Made = Callable[[], tuple[dict[str, Any], bytes]]
+
 _RECEIVE_BYTES = 1 << 16
 _LOG_BYTES = 64 << 10
 #: A connection whose peer stops reading is dropped at this much unsent output: the jobs stay.
 _UNSENT_CAP = 512 << 20
+#: With more than this unsent, further answers wait.
+_ROOM_BYTES = 16 << 20
 
 
 class Connection:
@@ -41,6 +46,7 @@ class Connection:
         self._reader = FrameReader(max_header=64 << 10, max_payload=0)
         self._unsent: deque[memoryview] = deque()
         self._unsent_bytes = 0
+        self._unmade: deque[tuple[Any, Made]] = deque()
         self._writing = False
         self.authenticated = False
         self.closed = False
@@ -94,8 +100,11 @@ class Connection:
             self.send({"id": request_id, "ok": True, **self._agent.hello()})
             return
 
-        def answer(result: dict[str, Any], body: bytes = b"") -> None:
-            self.send({"id": request_id, "ok": True, **result}, body)
+        def answer(result: dict[str, Any] | Made, body: bytes = b"") -> None:
+            if callable(result):
+                self._send_when_room(request_id, result)
+            else:
+                self.send({"id": request_id, "ok": True, **result}, body)
 
         def fail(error: AgentError) -> None:
             self.send(
@@ -137,6 +146,18 @@ class Connection:
             self._writing = True
             self._agent.loop.watch(self._fd, READ | WRITE, self._ready)
 
+    def _send_when_room(self, request_id: Any, made: Made) -> None:
+        """Large answers are made only when their turn to be sent comes: many at once would not fit into memory."""
+        if self._unsent_bytes > _ROOM_BYTES:
+            self._unmade.append((request_id, made))
+        elif not self.closed:
+            result, body = made()
+            self.send({"id": request_id, "ok": True, **result}, body)
+
+    def _make_more(self) -> None:
+        while self._unmade and self._unsent_bytes <= _ROOM_BYTES:
+            self._send_when_room(*self._unmade.popleft())
+
     def _flush(self) -> None:
         try:
             while self._unsent:
@@ -147,6 +168,7 @@ class Connection:
                 else:
                     self._unsent.popleft()
         except BlockingIOError:
+            self._make_more()
             return
         except OSError:
             self.close()
@@ -154,6 +176,7 @@ class Connection:
         if self._writing:
             self._writing = False
             self._agent.loop.watch(self._fd, READ, self._ready)
+        self._make_more()
 
     def close(self) -> None:
         if not self.closed:
@@ -161,15 +184,22 @@ class Connection:
             self._agent.loop.unwatch(self._fd)
             self._sock.close()
             self._unsent.clear()
+            self._unmade.clear()
             self._agent.connections.discard(self)
 
 
 class Agent:
     """Serves one sandbox until it is killed. `token`: what `hello` must bring; user code cannot read it. `log_fd`: a
-    file opened for reading and appending."""
+    file opened for reading and appending. `folder_fd`: a directory of the machine for the spool."""
 
     def __init__(
-        self, listener: socket.socket, token: str, containment: Containment, null_fd: int, log_fd: int
+        self,
+        listener: socket.socket,
+        token: str,
+        containment: Containment,
+        null_fd: int,
+        log_fd: int,
+        folder_fd: int,
     ) -> None:
         self._listener = listener
         self._token = token.encode()
@@ -177,7 +207,7 @@ class Agent:
         self._log_fd = log_fd
         self.defaults = Defaults()
         self.files = Files()
-        self.jobs = JobTable(self.loop, containment, self.defaults, null_fd, self.log)
+        self.jobs = JobTable(self.loop, containment, self.defaults, null_fd, Spool(folder_fd), self.log)
         self.connections: set[Connection] = set()
         # One buffer for all receiving: a fresh one each time would be mapped and unmapped each time.
         self.receive_view = memoryview(bytearray(_RECEIVE_BYTES))
@@ -289,8 +319,11 @@ class Agent:
             self._answer_job(job, answer, attached)
 
     def _answer_job(self, job: Job, answer: Callable[..., None], attached: bool = False) -> None:
-        record, body = job.record()
-        answer({"job": record, "attached": attached} if attached else {"job": record}, body)
+        def made() -> tuple[dict[str, Any], bytes]:
+            record, body = job.record()
+            return {"job": record, "attached": attached} if attached else {"job": record}, body
+
+        answer(made)
 
     def _job(
         self,

@@ -15,6 +15,7 @@ _libc = ctypes.PyDLL(None, use_errno=True)
 _syscall = _libc.syscall
 _syscall.restype = ctypes.c_long
 _prctl = _libc.prctl
+_fallocate = _libc.fallocate
 
 _RT_SIGACTION = {"x86_64": 13, "aarch64": 134}.get(os.uname().machine, -1)
 SYS_OPENAT2 = 437
@@ -57,6 +58,12 @@ def openat2(dir_fd: int, path: bytes, flags: int, mode: int = 0, resolve: int = 
 def close_range(first: int, last: int = 0xFFFFFFFF) -> None:
     """Close every descriptor from `first` to `last`."""
     checked(_syscall(SYS_CLOSE_RANGE, first, last, 0), "close_range")
+
+
+def punch_hole(fd: int, offset: int, size: int) -> None:
+    """Free the blocks of a part of a file; a file system that cannot is left as it is."""
+    keep_size_and_punch = 3
+    _fallocate(fd, keep_size_and_punch, ctypes.c_int64(offset), ctypes.c_int64(size))
 
 
 def default_signals() -> None:

@@ -7,6 +7,10 @@ import heapq
 import time
 from collections.abc import Callable
 
+#: A timer this late means that the whole process was stopped or starved; it then gets as long to catch up.
+_LATE_S = 0.5
+_CATCH_UP_S = 1.0
+
 
 class Reaper:
     """Calls `expire(name)` when the deadline of a name has passed.
@@ -24,6 +28,7 @@ class Reaper:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._stopped = False
+        self._catching_up = False
 
     def watch(self, name: str) -> None:
         """Look at `name` when its deadline comes."""
@@ -64,6 +69,13 @@ class Reaper:
     def _run(self) -> None:
         self._timer = None
         now = time.monotonic()
+        if now - self._timer_at > _LATE_S and not self._catching_up:
+            # The service itself stood still: heartbeats that came meanwhile wait in its sockets and are read first.
+            self._catching_up = True
+            self._timer_at = now + _CATCH_UP_S
+            self._timer = asyncio.get_running_loop().call_later(_CATCH_UP_S, self._run)
+            return
+        self._catching_up = False
         while self._heap and self._heap[0][0] <= now:
             at, name = heapq.heappop(self._heap)
             if self._next.get(name) != at:

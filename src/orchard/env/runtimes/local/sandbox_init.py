@@ -98,6 +98,8 @@ class Birth:
         """Take the names by which the service finds this sandbox: its directory and its control groups."""
         nursery, spec = self.nursery, self.spec
         os.mkdir(self.home, 0o700)
+        # The agent's own directory, by descriptor only: the path to it is closed to everybody but root.
+        os.chown(self.home, spec.base_uid, spec.base_uid)
         image = json.dumps({"ref": spec.image_ref, "digest": spec.image_digest})
         fd = os.open(f"{self.home}/image.json", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         os.write(fd, image.encode())
@@ -383,6 +385,7 @@ def become_agent(birth: Birth, launch: int) -> None:
     birth.settle()
     containment = birth.containment()
     listener, token, log_fd = birth.listen()
+    folder_fd = os.open(birth.home, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     nursery.tell("listening", launch)
     kernel.sethostname(spec.sandbox_id)
     if spec.network is not None:
@@ -402,7 +405,7 @@ def become_agent(birth: Birth, launch: int) -> None:
     # What was there before the birth is frozen; what an agent makes has few cycles.
     gc.set_threshold(20_000, 20, 100)
     gc.enable()
-    Agent(listener, token, containment, nursery.null_fd, log_fd).run()
+    Agent(listener, token, containment, nursery.null_fd, log_fd, folder_fd).run()
 
 
 def enter_user_namespace(userns_fd: int) -> None:
