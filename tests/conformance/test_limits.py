@@ -62,6 +62,18 @@ def test_the_agent_survives_commands_that_find_no_memory(small: Box) -> None:
     assert small.agent_start() == before
 
 
+def test_files_on_a_limited_disk_never_take_all_memory(new_box: NewBox) -> None:
+    """Where the limited disk is held in memory, filling it must not make the sandbox unusable, nor cost it its agent."""
+    box = new_box(memory="96Mi", disk="512Mi")
+    before = box.agent_start()
+    for number in range(3):
+        box.run(f"head -c 90000000 /dev/zero > /tmp/f{number}")
+    for _ in range(30):
+        box.run(["/usr/bin/python3", "-I", "-c", "x=bytearray(20<<20)"])
+    assert box.out("rm -f /tmp/f*; echo freed") == "freed\n"
+    assert box.agent_start() == before
+
+
 def test_a_memory_bomb_of_many_processes_ends(small: Box) -> None:
     code = "import os\nfor _ in range(10): os.fork()\nx=bytearray(50<<20)\nimport time; time.sleep(60)"
     watch = Stopwatch()
