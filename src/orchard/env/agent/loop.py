@@ -78,12 +78,20 @@ class Loop:
         # Children may have died before the handler was there.
         self._guard(self._on_child)
         while not self._stopped:
-            ready = self._epoll.poll(self._timeout_s())
-            for fd, events in ready:
-                handler = self._handlers.get(fd)
-                if handler is not None:
-                    self._guard(handler, events)
-            self._run_timers()
+            self.turn(self._timeout_s())
+
+    def turn(self, timeout_s: float) -> None:
+        """Wait for events, at most `timeout_s` (-1: for ever), and serve them and the timers that are due."""
+        for fd, events in self._epoll.poll(timeout_s):
+            handler = self._handlers.get(fd)
+            if handler is not None:
+                self._guard(handler, events)
+        self._run_timers()
+
+    def close(self) -> None:
+        self._epoll.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
 
     def _woken(self, _events: int) -> None:
         try:

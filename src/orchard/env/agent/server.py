@@ -225,6 +225,12 @@ class Agent:
         self.log("agent started")
         self.loop.run()
 
+    def close(self) -> None:
+        """Close what it opened for itself; only where an agent does not simply die with its sandbox."""
+        self.loop.close()
+        self.jobs.surroundings.close()
+        self._listener.close()
+
     def log(self, message: str) -> None:
         """One line into the log file, which outlives the agent; it starts anew when it is full."""
         line = f"{time.time():.3f} {message}\n".encode("utf-8", "replace")

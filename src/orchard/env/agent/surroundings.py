@@ -27,6 +27,9 @@ class Surroundings:
         self._base_env: dict[str, tuple[dict[str, bytes], str]] = {}
         self._root_fd = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
 
+    def close(self) -> None:
+        os.close(self._root_fd)
+
     def default_account(self) -> accounts.Account:
         """The sandbox's own user. Raises `UnknownUser`."""
         if self._default_account is None:

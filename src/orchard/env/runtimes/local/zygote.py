@@ -32,6 +32,7 @@ from orchard.env.agent import server
 from orchard.env.agent.syscalls import PR_SET_NAME, default_signals, prctl
 from orchard.env.runtimes.local import kernel
 from orchard.env.runtimes.local.cgroups import Cgroups
+from orchard.env.runtimes.local.rehearsal import rehearse
 from orchard.env.runtimes.local.sandbox_init import MAX_ORDER_BYTES, Nursery, be_born
 from orchard.env.runtimes.local.spec import REQUEST, UIDS_PER_SANDBOX, base_uid
 
@@ -134,6 +135,10 @@ class Zygote:
         self._embryos: deque[Embryo] = deque()
         self._launches: dict[int, int] = {}
         self._go_fds: dict[int, int] = {}
+
+    @property
+    def null_fd(self) -> int:
+        return self._nursery.null_fd
 
     # --------------------------------------------------------------------------------------------- set-up
 
@@ -315,6 +320,7 @@ def main() -> None:
             ).encode()
         )
         return
+    rehearse(zygote.null_fd, options["state_dir"])
     hide_command_line(b"orchard-agent")
     close_imports()
     zygote.serve()
