@@ -44,9 +44,10 @@ _PRELOADED = (encodings.ascii, encodings.idna, encodings.latin_1, encodings.puny
 _MAX_LAYERS = 128
 #: User namespaces that are made in idle moments and kept; each is a descriptor to copy and close in every fork.
 _KEPT_USERNS = 1024
-#: Processes forked ahead in idle moments, and the length of such a moment.
+#: Processes forked ahead. Milliseconds without a request after which a moment counts as idle.
 _PREPARED_EMBRYOS = 4
-_IDLE_MS = 2
+_EMBRYO_IDLE_MS = 2
+_USERNS_IDLE_MS = 25
 _NAMESPACES = (
     kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 )  # fmt: skip
@@ -180,7 +181,7 @@ class Zygote:
         gc.disable()
         self._nursery.tell("ready", 0)
         while True:
-            ready = dict(poll.poll(_IDLE_MS if self._unprepared() else None))
+            ready = dict(poll.poll(self._idle_ms()))
             if not ready:
                 self._prepare_one()
             if wake_read in ready:
@@ -189,8 +190,11 @@ class Zygote:
             if self._control.fileno() in ready and not self._request():
                 return
 
-    def _unprepared(self) -> bool:
-        return len(self._embryos) < _PREPARED_EMBRYOS or len(self._userns) < _KEPT_USERNS
+    def _idle_ms(self) -> int | None:
+        """How long nothing must be asked for before something is prepared; None when all is."""
+        if len(self._embryos) < _PREPARED_EMBRYOS:
+            return _EMBRYO_IDLE_MS
+        return _USERNS_IDLE_MS if len(self._userns) < _KEPT_USERNS else None
 
     def _prepare_one(self) -> None:
         """Use an idle moment: a sandbox that is asked for later starts that much sooner."""
