@@ -1,8 +1,9 @@
 """How the processes of one command are kept together, so that all of them and nothing else can be ended.
 
 On Linux that is a cgroup (version 2) per running command: `cgroup.kill` ends whatever a command started,
-however it forked. The agent moves itself into the command's groups, spawns, and moves back: children are
-born inside, without a moment in which they could slip away, and without a copying fork.
+however it forked. The agent spawns from a group that is used for nothing else, and moves what is in it on to the
+command's groups at once, a process that was forked meanwhile included. It never enters a limited group itself: at
+the memory limit it would be the one that is killed.
 """
 
 from __future__ import annotations
@@ -33,11 +34,15 @@ if TYPE_CHECKING:
             """Give back a group that is no longer populated."""
             ...
 
-        def enter(self, group: JobGroup) -> None:
-            """From here on the agent's children are born into `group`."""
+        def enter(self) -> None:
+            """From here on the agent's children are born apart from it."""
             ...
 
         def leave(self) -> None: ...
+
+        def adopt(self, group: JobGroup, pid: int) -> None:
+            """Put the new child, and all that it has started by now, into `group` and under the limits."""
+            ...
 
         def oom_kills(self) -> int:
             """How many processes the sandbox's memory limit has killed so far."""
@@ -45,6 +50,7 @@ if TYPE_CHECKING:
 
 
 _COMMAND_OOM_SCORE = b"500"
+_SWEEPS = 100
 
 
 class CgroupJobGroup:
@@ -75,20 +81,23 @@ class CgroupJobGroup:
 class CgroupContainment:
     """Job groups under one directory, plus the sandbox's limits.
 
-    box_fd: directory under which a group per running command is made. home_fd: `cgroup.procs` of the agent's
-    own group. limit_fds: pairs of `cgroup.procs` (the sandbox's limited group, the agent's own) for each
-    version 1 controller; empty where version 2 holds the limits, which then lie on the directory itself.
-    oom_fd: `memory.oom_control` (version 1) or `memory.events` (version 2), or -1. score_fd: the agent's own
-    `oom_score_adj`, opened while it still could be.
+    box_fd: directory under which a group per running command is made. home_fd, spawn_fd, spawn_kill_fd:
+    `cgroup.procs` of the agent's own group, and `cgroup.procs` and `cgroup.kill` of the one it spawns from.
+    limit_fds: `cgroup.procs` of the sandbox's limited group for each version 1 controller; empty where version 2
+    holds the limits, which then lie on the box. oom_fd: `memory.oom_control` (version 1) or `memory.events`
+    (version 2), or -1. score_fd: the agent's own `oom_score_adj`, opened while it still could be.
     """
 
     def __init__(
-        self, box_fd: int, home_fd: int, limit_fds: list[tuple[int, int]], oom_fd: int, score_fd: int
-    ) -> None:
-        self.score_fd = score_fd
+        self, *, box_fd: int, home_fd: int, spawn_fd: int, spawn_kill_fd: int, limit_fds: list[int], oom_fd: int,
+        score_fd: int,
+    ) -> None:  # fmt: skip
         self.box_fd = box_fd
         self.home_fd = home_fd
+        self.spawn_fd = spawn_fd
+        self.spawn_kill_fd = spawn_kill_fd
         self.limit_fds = limit_fds
+        self.score_fd = score_fd
         self.oom_fd = oom_fd
         self._free: list[CgroupJobGroup] = []
         self._made = 0
@@ -116,19 +125,35 @@ class CgroupContainment:
             os.close(fd)
         os.rmdir(group.name, dir_fd=self.box_fd)
 
-    def enter(self, group: JobGroup) -> None:
-        assert isinstance(group, CgroupJobGroup)
-        for limited, _ in self.limit_fds:
-            os.write(limited, b"0")
-        os.write(group.procs_fd, b"0")
+    def enter(self) -> None:
+        os.write(self.spawn_fd, b"0")
         # When the machine itself is short of memory, commands go before agents.
         os.write(self.score_fd, _COMMAND_OOM_SCORE)
 
     def leave(self) -> None:
         os.write(self.score_fd, b"0")
         os.write(self.home_fd, b"0")
-        for _, home in self.limit_fds:
-            os.write(home, b"0")
+
+    def adopt(self, group: JobGroup, pid: int) -> None:
+        assert isinstance(group, CgroupJobGroup)
+        self._move(group, pid)
+        for _ in range(_SWEEPS):
+            rest = os.pread(self.spawn_fd, 65536, 0).split()
+            if not rest:
+                return
+            for straggler in rest:
+                self._move(group, int(straggler))
+        # Nothing that means well forks faster than it can be moved, a hundred times in a row.
+        os.write(self.spawn_kill_fd, b"1")
+
+    def _move(self, group: CgroupJobGroup, pid: int) -> None:
+        number = b"%d" % pid
+        try:
+            for limited in self.limit_fds:
+                os.write(limited, number)
+            os.write(group.procs_fd, number)
+        except ProcessLookupError:
+            return  # it has ended; what it started is found in the spawn group
 
     def oom_kills(self) -> int:
         if self.oom_fd < 0:

@@ -203,13 +203,14 @@ class JobTable:
             try:
                 # While nothing ran, nothing can have been killed: what was read last still holds.
                 job.oom_before = self._oom_kills if self._alone else self._containment.oom_kills()
-                self._containment.enter(group)
+                self._containment.enter()
                 try:
                     pid = spawn.spawn(command, env=env, directory_fd=directory_fd, account=account,
                                       stdin_fd=stdin_fd, stdout_fd=out_write, stderr_fd=err_write,
                                       null_fd=self._null_fd)  # fmt: skip
                 finally:
                     self._containment.leave()
+                self._containment.adopt(group, pid)
             except BaseException:
                 self._containment.release(group)
                 raise

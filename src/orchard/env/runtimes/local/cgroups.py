@@ -1,9 +1,9 @@
 """The sandboxes' control groups, on version 1, version 2 and the mixture of both.
 
 Layout, in every hierarchy: `orchard/<instance>/<sandbox>`. In version 2 the sandbox's group is the agent's
-home and `box` below it holds user code, one group per running command; limits sit on `box`, so that the agent
-is never throttled or killed by them. In version 1 the sandbox's own group holds user code and its limits, and
-the agent stays in the service's group.
+home; `box` below it holds user code, one group per running command, and `spawn` what is being started. Limits
+sit on `box`, so that the agent is never throttled or killed by them. In version 1 the sandbox's own group holds
+user code and its limits, and the agent stays in the service's group.
 """
 
 from __future__ import annotations
@@ -52,6 +52,12 @@ def _field(text: str | None, name: str) -> int | None:
         if key == name:
             return int(value)
     return None
+
+
+def _memory_limit(limits: LaunchSpec) -> int:
+    """A limited disk lives in memory and is charged to the sandbox: it comes on top, else a full disk would leave no
+    memory to run anything that could clear it."""
+    return (limits.memory_bytes or 0) + (limits.disk_bytes or 0)
 
 
 class Cgroups:
@@ -132,9 +138,9 @@ class Cgroups:
         sandbox_id, owner_uid = limits.sandbox_id, limits.base_uid
         home = f"{self.v2}/{sandbox_id}"
         os.mkdir(home)
-        box = f"{home}/box"
-        os.mkdir(box)
-        os.chown(box, owner_uid, owner_uid)
+        for name in ("box", "spawn"):
+            os.mkdir(f"{home}/{name}")
+        os.chown(f"{home}/box", owner_uid, owner_uid)
         os.chown(f"{home}/cgroup.procs", owner_uid, owner_uid)
         for name, root in self.v1.items():
             path = f"{root}/{sandbox_id}"
@@ -144,10 +150,10 @@ class Cgroups:
 
     def _limit_v1(self, name: str, path: str, limits: LaunchSpec) -> None:
         if name == "memory" and limits.memory_bytes is not None:
-            _write(f"{path}/memory.limit_in_bytes", str(limits.memory_bytes))
+            _write(f"{path}/memory.limit_in_bytes", str(_memory_limit(limits)))
             swap = f"{path}/memory.memsw.limit_in_bytes"
             if os.path.exists(swap):
-                _write(swap, str(limits.memory_bytes))
+                _write(swap, str(_memory_limit(limits)))
         elif name == "pids":
             _write(f"{path}/pids.max", str(limits.pids or DEFAULT_PIDS))
         elif name == "cpu" and limits.cpu_cores is not None:
@@ -161,7 +167,7 @@ class Cgroups:
         home, box = f"{self.v2}/{sandbox_id}", f"{self.v2}/{sandbox_id}/box"
         _write(f"{home}/cgroup.subtree_control", " ".join(f"+{name}" for name in sorted(self.v2_controllers)))
         if "memory" in self.v2_controllers and limits.memory_bytes is not None:
-            _write(f"{box}/memory.max", str(limits.memory_bytes))
+            _write(f"{box}/memory.max", str(_memory_limit(limits)))
             if os.path.exists(f"{box}/memory.swap.max"):
                 _write(f"{box}/memory.swap.max", "0")
         if "pids" in self.v2_controllers:
@@ -177,16 +183,6 @@ class Cgroups:
             home += "/agent"
             os.makedirs(home, exist_ok=True)
         return home
-
-    def own_v1(self, controller_root: str) -> str:
-        """This process' own group in the version 1 hierarchy that holds `controller_root`."""
-        for name, root in self.v1.items():
-            if controller_root.startswith(root):
-                for line in (_read("/proc/self/cgroup") or "").splitlines():
-                    _, controllers, path = line.split(":", 2)
-                    if name in controllers.split(","):
-                        return self.v1_roots[name] + path.rstrip("/")
-        raise OSError(f"no own group for {controller_root}")
 
     def oom_file(self, sandbox_id: str) -> str | None:
         if "memory" in self.v1:

@@ -40,10 +40,13 @@ class _NoContainment:
     def release(self, group: JobGroup) -> None:
         return
 
-    def enter(self, group: JobGroup) -> None:
+    def enter(self) -> None:
         return
 
     def leave(self) -> None:
+        return
+
+    def adopt(self, group: JobGroup, pid: int) -> None:
         return
 
     def oom_kills(self) -> int:

@@ -394,6 +394,10 @@ class LocalRuntime:
             used = header["total_bytes"] - header["free_bytes"]
         else:
             used = await asyncio.to_thread(disk_use, self._state_dir / "sandboxes" / sandbox_id)
+        if limit is not None and usage["memory_limit_bytes"] is not None:
+            usage["memory_limit_bytes"] -= (
+                limit  # the group's limit has room for the disk, which lives in memory
+            )
         return Usage(**usage, disk_bytes=used, disk_limit_bytes=limit)
 
     async def agent_log(self, sandbox_id: str) -> list[str]:

@@ -47,9 +47,8 @@ _IFF_UP_RUNNING = 0x41
 class Nursery:
     """What the zygote has ready for every newborn.
 
-    scratch: the private tmpfs with mount points (`root`, `l0`…, `dev`, `disk`). v1_home_fds: `cgroup.procs` of
-    the agents' own group, by version 1 controller. control: where events are told to the service. lock_fd: held
-    until the newborn can be found by its names.
+    scratch: the private tmpfs with mount points (`root`, `l0`…, `dev`, `disk`). control: where events are told to
+    the service. lock_fd: held until the newborn can be found by its names.
     """
 
     def __init__(self, state_dir: str, cgroups: Cgroups, control: socket.socket, lock_fd: int) -> None:
@@ -61,10 +60,6 @@ class Nursery:
         self.seccomp = seccomp.build()
         self.last_capability = kernel.last_capability()
         self.null_fd = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
-        self.v1_home_fds = {
-            name: os.open(f"{cgroups.own_v1(root)}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
-            for name, root in cgroups.v1.items()
-        }
 
     def tell(self, event: str, launch: int, **facts: Any) -> None:
         """One event about a launch, to the service. SystemExit when that is gone; its next one has its own zygote."""
@@ -113,18 +108,18 @@ class Birth:
     def containment(self) -> CgroupContainment:
         cgroups, sandbox_id = self.nursery.cgroups, self.spec.sandbox_id
         oom_file = cgroups.oom_file(sandbox_id)
+        home, flags = f"{cgroups.v2}/{sandbox_id}", os.O_CLOEXEC
         return CgroupContainment(
-            box_fd=os.open(f"{cgroups.v2}/{sandbox_id}/box", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC),
-            home_fd=os.open(f"{cgroups.home_path(sandbox_id)}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC),
+            box_fd=os.open(f"{home}/box", os.O_RDONLY | os.O_DIRECTORY | flags),
+            home_fd=os.open(f"{cgroups.home_path(sandbox_id)}/cgroup.procs", os.O_WRONLY | flags),
+            spawn_fd=os.open(f"{home}/spawn/cgroup.procs", os.O_RDWR | flags),
+            spawn_kill_fd=os.open(f"{home}/spawn/cgroup.kill", os.O_WRONLY | flags),
             limit_fds=[
-                (
-                    os.open(f"{path}/{sandbox_id}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC),
-                    self.nursery.v1_home_fds[name],
-                )
-                for name, path in cgroups.v1.items()
+                os.open(f"{path}/{sandbox_id}/cgroup.procs", os.O_WRONLY | flags)
+                for path in cgroups.v1.values()
             ],
-            oom_fd=os.open(oom_file, os.O_RDONLY | os.O_CLOEXEC) if oom_file else -1,
-            score_fd=os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC),
+            oom_fd=os.open(oom_file, os.O_RDONLY | flags) if oom_file else -1,
+            score_fd=os.open("/proc/self/oom_score_adj", os.O_WRONLY | flags),
         )
 
     def listen(self) -> tuple[socket.socket, str, int]:
@@ -369,7 +364,6 @@ def keep_only(nursery: Nursery, order_fd: int) -> None:
     for standard in range(3):
         os.dup2(nursery.null_fd, standard)
     keep = {0, 1, 2, nursery.null_fd, nursery.lock_fd, nursery.control.fileno(), order_fd}
-    keep.update(nursery.v1_home_fds.values())
     last = -1
     for fd in sorted(keep):
         if fd > last + 1:
