@@ -31,6 +31,21 @@ def test_a_directory_to_start_in_is_never_a_descriptor_of_the_agent(box: Box, pr
         assert (answer.status, answer.code) == (400, "cwd_not_found"), (number, answer)
 
 
+def test_a_link_swapped_while_a_command_starts_never_leads_to_a_descriptor(fresh: Box) -> None:
+    """Between the check of a directory and the change to it, the path may become another."""
+    fresh.out("mkdir -p /tmp/r/real")
+    swap = "cd /tmp/r; n=3; while :; do ln -sfn real now; ln -sfn /proc/self/fd/$n now; n=$(( (n + 1) % 24 )); done"
+    swapper = fresh.running(swap, background=True)
+    started = 0
+    for _ in range(300):
+        answer = fresh.post_exec(["/bin/ls", "-a"], cwd="/tmp/r/now", wait=True)
+        if answer.status == 200 and answer.json["exit_code"] == 0:
+            started += 1
+            assert answer.json["stdout"] == ".\n..\n", "it started in a directory that is not the sandbox's"
+    assert started > 0
+    fresh.rest.delete(f"/jobs/{swapper}").expect(200)
+
+
 @pytest.mark.parametrize(
     "path", ["/proc/self/root", "/proc/self/cwd", "/proc/1/root", "/proc/1/cwd", "/proc/thread-self/root"]
 )
