@@ -194,7 +194,7 @@ def test_a_lost_connection_kills_the_command_when_asked_to(fresh: Box) -> None:
     job_id = new_id("job")
     body = f'{{"command": "sleep 304.5", "wait": true, "job_id": "{job_id}", "on_disconnect": "kill"}}'
     lost_exec(fresh, body)
-    eventually(lambda: fresh.rest.job(job_id)["status"] == "failed", "the command is killed", 10)
+    eventually(lambda: fresh.rest.job(job_id)["status"] == "failed", "the command is killed", 30)
     assert fresh.rest.job(job_id)["error_code"] == "cancelled"
     assert fresh.run("pgrep -xf 'sleep 304.5'", concurrent=True)["exit_code"] == 1
 

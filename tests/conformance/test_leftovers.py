@@ -73,7 +73,7 @@ def test_nothing_of_a_sandbox_deleted_while_it_starts_is_left(
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(come_and_go, ids))
     left = Leftovers(new_id(), service.state_dir, set(ids))
-    eventually(lambda: not left.control_groups() + left.directories(), "nothing is left", 10)
+    eventually(lambda: not left.control_groups() + left.directories(), "nothing is left", 30)
 
 
 def test_nothing_of_an_expired_sandbox_is_left(service: Service, new_box: NewBox) -> None:
@@ -81,14 +81,14 @@ def test_nothing_of_an_expired_sandbox_is_left(service: Service, new_box: NewBox
     box.start("sleep 1000", background=True)
     eventually(lambda: box.rest.get(box.path).status == 404, "it expired")
     left = Leftovers(new_id(), service.state_dir, {box.id})
-    eventually(lambda: not left.control_groups() + left.directories(), "nothing is left", 10)
+    eventually(lambda: not left.control_groups() + left.directories(), "nothing is left", 30)
 
 
 def test_nothing_of_a_sandbox_that_could_not_start_is_left(service: Service, rest: Rest) -> None:
     box = rest.submit("dir:/no/such/directory", sandbox_id=new_id("left"))
     rest.get(f"{box.path}/wait", timeout=30)
     left = Leftovers(new_id(), service.state_dir, {box.id})
-    eventually(lambda: not left.control_groups() + left.directories(), "nothing is left", 10)
+    eventually(lambda: not left.control_groups() + left.directories(), "nothing is left", 30)
 
 
 def test_descriptors_and_processes_of_the_service_do_not_grow(

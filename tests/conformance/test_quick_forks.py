@@ -75,7 +75,7 @@ def test_their_timeout_ends_all_of_them(box: Box) -> None:
     for _ in range(15):
         job = box.run(["/forker", "5", "5", "0", "60", "stay"], timeout_seconds=0.3, concurrent=True)
         assert job["timed_out"]
-        assert eventually(lambda: count(box) == 0, "none is left", 5)
+        assert eventually(lambda: count(box) == 0, "none is left", 20)
 
 
 @pytest.mark.usefixtures("busy")
@@ -84,7 +84,7 @@ def test_cancel_ends_all_of_them(box: Box) -> None:
         job_id = box.running(["/forker", "5", "5", "0", "60", "stay"], concurrent=True)
         box.rest.delete(f"/jobs/{job_id}").expect(200)
         box.rest.wait_job(job_id)
-        assert eventually(lambda: count(box) == 0, "none is left", 5)
+        assert eventually(lambda: count(box) == 0, "none is left", 20)
 
 
 @pytest.mark.usefixtures("busy")

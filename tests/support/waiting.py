@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def eventually(probe: Callable[[], T], what: str, within_s: float = 10.0, every_s: float = 0.02) -> T:
+def eventually(probe: Callable[[], T], what: str, within_s: float = 30.0, every_s: float = 0.02) -> T:
     """The first truthy value of `probe()`; AssertionError naming `what` when there is none within `within_s`."""
     deadline = time.monotonic() + within_s
     while True:
