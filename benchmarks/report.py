@@ -104,8 +104,10 @@ def main() -> None:
     result, readme = Path(sys.argv[1]), Path(__file__).with_name("README.md")
     table = f"From `results/{result.name}`. {markdown(json.loads(result.read_text()))}"
     before, start, rest = readme.read_text().partition("<!-- table -->\n")
-    _, end, after = rest.partition("\n<!-- end of table -->")
-    readme.write_text(before + start + table + end + after)
+    _, end, after = rest.partition("<!-- end of table -->")
+    if not end:
+        raise SystemExit(f"{readme} has lost its marks for the table")
+    readme.write_text(f"{before}{start}{table.rstrip()}\n{end}{after}")
 
 
 if __name__ == "__main__":
