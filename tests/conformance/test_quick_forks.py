@@ -108,10 +108,9 @@ def test_their_memory_counts(box: Box) -> None:
 
 
 def test_their_number_is_limited(box: Box) -> None:
+    """To 400, and to what a command forks before it has been moved under the limit."""
     box.run(["/forker", "40", "40", "0", "5"], concurrent=True, timeout_seconds=10)
-    assert (
-        box.rest.get(f"{box.path}/stats").expect(200)["pids"] <= 600
-    )  # 400, and what forked before it was moved under the limit
+    assert box.rest.get(f"{box.path}/stats").expect(200)["pids"] <= 600
 
 
 def test_a_bomb_from_the_first_instruction_is_ended(box: Box) -> None:
