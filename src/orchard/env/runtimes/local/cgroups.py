@@ -38,14 +38,6 @@ def _read_int(path: str) -> int | None:
     return int(text) if text is not None and text.isdigit() and int(text) < 1 << 62 else None
 
 
-def _write(path: str, text: str) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        os.write(fd, text.encode())
-    finally:
-        os.close(fd)
-
-
 def _field(text: str | None, name: str) -> int | None:
     for line in (text or "").splitlines():
         key, _, value = line.partition(" ")
@@ -126,12 +118,12 @@ class Cgroups:
             # All sandboxes together weigh as much as one busy process per core, however many they are: the
             # service and the agents, which are not among them, always get their turn.
             weight = str(1024 * (os.cpu_count() or 1))
-            _write(f"{os.path.dirname(self.v1['cpu'])}/cpu.shares", weight)
-            _write(f"{self.v1['cpu']}/cpu.shares", weight)
+            kernel.write_control(f"{os.path.dirname(self.v1['cpu'])}/cpu.shares", weight)
+            kernel.write_control(f"{self.v1['cpu']}/cpu.shares", weight)
         if self.v2_controllers:
             enable = " ".join(f"+{name}" for name in sorted(self.v2_controllers))
             for folder in (self.v2_root, f"{self.v2_root}/orchard", self.v2):
-                _write(f"{folder}/cgroup.subtree_control", enable)
+                kernel.write_control(f"{folder}/cgroup.subtree_control", enable)
 
     def create(self, limits: LaunchSpec) -> None:
         """Make the groups of a sandbox; its root may make groups for commands in `box`."""
@@ -150,30 +142,36 @@ class Cgroups:
 
     def _limit_v1(self, name: str, path: str, limits: LaunchSpec) -> None:
         if name == "memory" and limits.memory_bytes is not None:
-            _write(f"{path}/memory.limit_in_bytes", str(_memory_limit(limits)))
+            kernel.write_control(f"{path}/memory.limit_in_bytes", str(_memory_limit(limits)))
             swap = f"{path}/memory.memsw.limit_in_bytes"
             if os.path.exists(swap):
-                _write(swap, str(_memory_limit(limits)))
+                kernel.write_control(swap, str(_memory_limit(limits)))
         elif name == "pids":
-            _write(f"{path}/pids.max", str(limits.pids or DEFAULT_PIDS))
+            kernel.write_control(f"{path}/pids.max", str(limits.pids or DEFAULT_PIDS))
         elif name == "cpu" and limits.cpu_cores is not None:
-            _write(f"{path}/cpu.cfs_period_us", str(_CPU_PERIOD_US))
-            _write(f"{path}/cpu.cfs_quota_us", str(max(1000, int(limits.cpu_cores * _CPU_PERIOD_US))))
+            kernel.write_control(f"{path}/cpu.cfs_period_us", str(_CPU_PERIOD_US))
+            kernel.write_control(
+                f"{path}/cpu.cfs_quota_us", str(max(1000, int(limits.cpu_cores * _CPU_PERIOD_US)))
+            )
 
     def _limit_v2(self, sandbox_id: str, limits: LaunchSpec) -> None:
         # Limits on `home` would bind the agent too, so the controllers are passed down to `box`.
         if not self.v2_controllers:
             return
         home, box = f"{self.v2}/{sandbox_id}", f"{self.v2}/{sandbox_id}/box"
-        _write(f"{home}/cgroup.subtree_control", " ".join(f"+{name}" for name in sorted(self.v2_controllers)))
+        kernel.write_control(
+            f"{home}/cgroup.subtree_control", " ".join(f"+{name}" for name in sorted(self.v2_controllers))
+        )
         if "memory" in self.v2_controllers and limits.memory_bytes is not None:
-            _write(f"{box}/memory.max", str(_memory_limit(limits)))
+            kernel.write_control(f"{box}/memory.max", str(_memory_limit(limits)))
             if os.path.exists(f"{box}/memory.swap.max"):
-                _write(f"{box}/memory.swap.max", "0")
+                kernel.write_control(f"{box}/memory.swap.max", "0")
         if "pids" in self.v2_controllers:
-            _write(f"{box}/pids.max", str(limits.pids or DEFAULT_PIDS))
+            kernel.write_control(f"{box}/pids.max", str(limits.pids or DEFAULT_PIDS))
         if "cpu" in self.v2_controllers and limits.cpu_cores is not None:
-            _write(f"{box}/cpu.max", f"{max(1000, int(limits.cpu_cores * _CPU_PERIOD_US))} {_CPU_PERIOD_US}")
+            kernel.write_control(
+                f"{box}/cpu.max", f"{max(1000, int(limits.cpu_cores * _CPU_PERIOD_US))} {_CPU_PERIOD_US}"
+            )
 
     def home_path(self, sandbox_id: str) -> str:
         """The version 2 group that the agent is born into."""
@@ -206,7 +204,7 @@ class Cgroups:
     def kill(self, sandbox_id: str) -> None:
         """SIGKILL everything in the sandbox, its agent included."""
         try:
-            _write(f"{self.v2}/{sandbox_id}/cgroup.kill", "1")
+            kernel.write_control(f"{self.v2}/{sandbox_id}/cgroup.kill", "1")
         except FileNotFoundError:
             return
 

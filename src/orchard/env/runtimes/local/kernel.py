@@ -77,6 +77,15 @@ def clone3(flags: int) -> int:
     return checked(_syscall(_CLONE3, args, 88), "clone3")
 
 
+def write_control(path: str, text: str) -> None:
+    """One write to a file by which the kernel is controlled."""
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)
+
+
 def setns(fd: int, kind: int = 0) -> None:
     checked(_setns(fd, kind), "setns")
 

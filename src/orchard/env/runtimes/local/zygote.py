@@ -31,9 +31,9 @@ from collections import deque
 from orchard.env.agent import server
 from orchard.env.agent.syscalls import PR_SET_NAME, default_signals, prctl
 from orchard.env.runtimes.local import kernel
+from orchard.env.runtimes.local.birth import MAX_ORDER_BYTES, Nursery, be_born
 from orchard.env.runtimes.local.cgroups import Cgroups
 from orchard.env.runtimes.local.rehearsal import rehearse
-from orchard.env.runtimes.local.sandbox_init import MAX_ORDER_BYTES, Nursery, be_born
 from orchard.env.runtimes.local.spec import REQUEST, UIDS_PER_SANDBOX, base_uid
 
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
