@@ -34,7 +34,7 @@ from tests.env.images.conftest import Import
 def _note_sandbox(state: Path, sandbox_id: str, digest: str) -> Path:
     home = state / "sandboxes" / sandbox_id
     home.mkdir(parents=True)
-    (home / "image.json").write_text(json.dumps({"ref": "any", "digest": digest}))
+    (home / "sandbox.json").write_text(json.dumps({"ref": "any", "digest": digest}))
     return home
 
 
@@ -194,7 +194,7 @@ def test_an_image_in_use_is_not_removed(store: ImageStore, state: Path, add: Imp
     home = _note_sandbox(state, "busy-one", record.digest)
     with pytest.raises(Conflict, match="busy-one"):
         store.remove("app")
-    (home / "image.json").unlink()
+    (home / "sandbox.json").unlink()
     with pytest.raises(Conflict, match="starting"):
         store.remove("app", in_use=[record.digest])
     store.remove("app")
@@ -202,7 +202,7 @@ def test_an_image_in_use_is_not_removed(store: ImageStore, state: Path, add: Imp
 
 def test_a_note_that_cannot_be_read_protects_every_image(store: ImageStore, state: Path, add: Import) -> None:
     add(docker_archive(tar(file("a"))), "app")
-    (_note_sandbox(state, "torn", "x") / "image.json").write_text("{")
+    (_note_sandbox(state, "torn", "x") / "sandbox.json").write_text("{")
     with pytest.raises(Conflict, match="torn"):
         store.remove("app")
 
@@ -230,7 +230,7 @@ def test_prune_takes_nameless_images_and_spares_those_in_use(
     home = _note_sandbox(state, "busy", first.digest)
     assert store.prune() >= 2000
     assert {store.resolve(each).digest for each in (first.digest, "app")} == {first.digest, last.digest}
-    (home / "image.json").unlink()
+    (home / "sandbox.json").unlink()
     assert store.prune() >= 1000
     assert len(_layers(state)) == 1
     assert store.prune() == 0
@@ -246,7 +246,7 @@ def test_prune_takes_old_skeletons_of_host_when_no_sandbox_uses_them(
     home = _note_sandbox(state, "busy", old.digest)
     store.prune()
     assert old.layers[0].is_dir()
-    (home / "image.json").unlink()
+    (home / "sandbox.json").unlink()
     store.prune()
     assert not old.layers[0].exists()
     assert store.resolve("host").layers[0].is_dir()
@@ -263,7 +263,7 @@ def test_sandboxes_of_a_service_that_borrows_the_store_count(
     home = _note_sandbox(borrower, "borrowed", record.digest)
     with pytest.raises(Conflict, match="borrowed"):
         store.remove("app")
-    (home / "image.json").unlink()
+    (home / "sandbox.json").unlink()
     home.rmdir()
     store.remove("app")
 

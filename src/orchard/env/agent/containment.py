@@ -44,6 +44,8 @@ if TYPE_CHECKING:
             """Put the new child, and all that it has started by now, into `group` and under the limits."""
             ...
 
+        def close(self) -> None: ...
+
         def oom_kills(self) -> int:
             """How many processes the sandbox's memory limit has killed so far."""
             ...
@@ -154,6 +156,15 @@ class CgroupContainment:
             os.write(group.procs_fd, number)
         except ProcessLookupError:
             return  # it has ended; what it started is found in the spawn group
+
+    def close(self) -> None:
+        """Close all descriptors; only where an agent does not simply die with its sandbox."""
+        fds = [self.box_fd, self.home_fd, self.spawn_fd, self.spawn_kill_fd, self.score_fd, *self.limit_fds]
+        for group in self._free:
+            fds += [group.procs_fd, group.kill_fd, group.events_fd]
+        for fd in (*fds, self.oom_fd):
+            if fd >= 0:
+                os.close(fd)
 
     def oom_kills(self) -> int:
         if self.oom_fd < 0:

@@ -51,6 +51,11 @@ class Connection:
         self.authenticated = False
         self.closed = False
 
+    def trust(self) -> None:
+        """From here on it is the service's: frames of any size are read and operations served."""
+        self.authenticated = True
+        self._reader = FrameReader()
+
     def start(self) -> None:
         self._agent.loop.watch(self._fd, READ, self._ready)
 
@@ -81,8 +86,9 @@ class Connection:
 
     def _handle(self, header: dict[str, Any], payload: bytes) -> None:
         request_id = header.get("id")
+        hello = header.get("op") == "hello"
         if not self.authenticated:
-            if header.get("op") != "hello" or not self._agent.token_matches(header.get("token")):
+            if not hello or not self._agent.token_matches(header.get("token")):
                 self.send(
                     {
                         "id": request_id,
@@ -94,8 +100,8 @@ class Connection:
                 )
                 self.close()
                 return
-            self.authenticated = True
-            self._reader = FrameReader()
+            self.trust()
+        if hello:
             self._agent.configure(header.get("configure"))
             self.send({"id": request_id, "ok": True, **self._agent.hello()})
             return
@@ -206,6 +212,7 @@ class Agent:
         self.loop = Loop(on_child=self._reap, on_error=self._report)
         self._log_fd = log_fd
         self.defaults = Defaults()
+        self.containment = containment
         self.files = Files()
         self.jobs = JobTable(self.loop, containment, self.defaults, null_fd, Spool(folder_fd), self.log)
         self.connections: set[Connection] = set()
@@ -250,10 +257,20 @@ class Agent:
                 sock, _ = self._listener.accept()
             except BlockingIOError:
                 return
-            sock.setblocking(False)
-            connection = Connection(self, sock)
-            self.connections.add(connection)
-            connection.start()
+            self._connect(sock)
+
+    def _connect(self, sock: socket.socket) -> Connection:
+        sock.setblocking(False)
+        connection = Connection(self, sock)
+        self.connections.add(connection)
+        connection.start()
+        return connection
+
+    def attach(self, sock: socket.socket) -> Connection:
+        """Serve a connection that needs no token: the agent was born with it, so its other end is the service's."""
+        connection = self._connect(sock)
+        connection.trust()
+        return connection
 
     def token_matches(self, token: Any) -> bool:
         return isinstance(token, str) and _compare_digest(token.encode("utf-8", "replace"), self._token)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from orchard.env.images.area import StoreArea
 
-NOTE = "image.json"
+NOTE = "sandbox.json"
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class Users:
 
 
 def _read_notes(sandboxes: Path, found: InUse) -> None:
-    """Read `SANDBOX/image.json`, `{"ref": …, "digest": …}`, of every sandbox directory."""
+    """Read `SANDBOX/sandbox.json`, `{"ref": …, "digest": …, …}`, of every sandbox directory."""
     for path in sandboxes.glob(f"*/{NOTE}"):
         sandbox_id = path.parent.name
         try:

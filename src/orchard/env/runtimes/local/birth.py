@@ -40,7 +40,7 @@ class Nursery:
     """What the zygote has ready for every newborn.
 
     scratch: the private tmpfs with mount points (`root`, `l0`…, `dev`, `disk`). control: where events are told to
-    the service. lock_fd: held until the newborn can be found by its names.
+    the service. lock_fd: held until the newborn can be found by its names, or -1.
     """
 
     def __init__(self, state_dir: str, cgroups: Cgroups, control: socket.socket, lock_fd: int) -> None:
@@ -69,33 +69,50 @@ class Nursery:
 class Birth:
     """One newborn: what it was asked to be, and what it holds on the way there.
 
-    go_fd: a byte arrives when the network interface is there, or -1.
+    channel_fd: its connection to the service. go_fd: a byte arrives when the network interface is there, or -1.
     """
 
-    def __init__(self, nursery: Nursery, spec: LaunchSpec, userns_fd: int, go_fd: int) -> None:
+    def __init__(
+        self, nursery: Nursery, spec: LaunchSpec, channel_fd: int, userns_fd: int, go_fd: int = -1
+    ) -> None:
         self.nursery = nursery
         self.scratch = nursery.scratch
         self.spec = spec
+        self.channel_fd = channel_fd
         self.userns_fd = userns_fd
         self.go_fd = go_fd
         self.home = f"{nursery.state_dir}/sandboxes/{spec.sandbox_id}"
+        self.home_fd = -1
         self.home_link = self.scratch_link = ""
 
-    def settle(self) -> None:
-        """Take the names by which the service finds this sandbox: its directory and its control groups."""
+    def settle(self) -> str:
+        """Take the names by which the service finds this sandbox: its directory and its control groups.
+
+        Returns the agent's token: who connects later must bring it.
+        """
         nursery, spec = self.nursery, self.spec
         os.mkdir(self.home, 0o700)
         # The agent's own directory, by descriptor only: the path to it is closed to everybody but root.
         os.chown(self.home, spec.base_uid, spec.base_uid)
-        image = json.dumps({"ref": spec.image_ref, "digest": spec.image_digest})
-        fd = os.open(f"{self.home}/image.json", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        os.write(fd, image.encode())
+        self.home_fd = os.open(self.home, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        token = os.urandom(32).hex()
+        note = json.dumps({"ref": spec.image_ref, "digest": spec.image_digest, "token": token})
+        fd = self._create("sandbox.json", os.O_WRONLY)
+        os.write(fd, note.encode())
         os.close(fd)
         nursery.cgroups.create(spec)
         kernel.write_control(f"{nursery.cgroups.home_path(spec.sandbox_id)}/cgroup.procs", "0")
         # Its own group is the root of what it sees from here on.
         kernel.unshare(kernel.CLONE_NEWCGROUP)
-        os.close(nursery.lock_fd)
+        if nursery.lock_fd >= 0:
+            os.close(nursery.lock_fd)
+        return token
+
+    def _create(self, name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self.home_fd)
+
+    def open_log(self) -> int:
+        return self._create("agent.log", os.O_RDWR | os.O_APPEND)
 
     def containment(self) -> CgroupContainment:
         cgroups, sandbox_id = self.nursery.cgroups, self.spec.sandbox_id
@@ -114,42 +131,40 @@ class Birth:
             score_fd=os.open("/proc/self/oom_score_adj", os.O_WRONLY | flags),
         )
 
-    def listen(self) -> tuple[socket.socket, str, int]:
-        """The agent's socket, its token and its log, where the service finds them."""
-        token = os.urandom(32).hex()
-        create = os.O_CREAT | os.O_CLOEXEC
-        token_fd = os.open(f"{self.home}/token", os.O_WRONLY | os.O_EXCL | create, 0o600)
-        os.write(token_fd, token.encode())
-        os.close(token_fd)
-        log_fd = os.open(f"{self.home}/agent.log", os.O_RDWR | os.O_APPEND | create, 0o600)
+    def listen(self) -> socket.socket:
+        """The agent's socket, for a service that comes back: it finds it in the sandbox's directory."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         # By a relative name, since socket addresses end at 107 bytes.
         os.chdir(self.home)
         listener.bind("agent.sock")
         listener.listen(64)
         os.chdir("/")
-        return listener, token, log_fd
+        return listener
 
 
 def be_born(nursery: Nursery, order: socket.socket) -> None:
     """In a newly forked process: wait for the order, then become the sandbox that it asks for. Never returns."""
     launch = 0
     try:
-        keep_only(nursery, order.fileno())
-        bring_up_loopback()
-        data, fds, _, _ = socket.recv_fds(order, MAX_ORDER_BYTES, 2)
-        if not data:
+        prepare(nursery, order)
+        message = receive_order(order)
+        if message is None:
             os._exit(0)  # the zygote is gone
         order.close()
-        _, launch, _, _ = REQUEST.unpack_from(data)
-        spec = LaunchSpec.from_wire(json.loads(data[REQUEST.size :]))
-        become_agent(Birth(nursery, spec, fds[0], fds[1] if len(fds) > 1 else -1), launch)
+        launch, birth = read_order(nursery, *message)
+        grow_up(birth).run()
     except BaseException as error:
         try:
             nursery.tell_failure(launch, error)
         finally:
             os._exit(70)
     os._exit(0)
+
+
+def prepare(nursery: Nursery, order: socket.socket) -> None:
+    """What can be done before it is known which sandbox this is to be."""
+    keep_only(nursery, order.fileno())
+    bring_up_loopback()
 
 
 def keep_only(nursery: Nursery, order_fd: int) -> None:
@@ -166,14 +181,24 @@ def keep_only(nursery: Nursery, order_fd: int) -> None:
     signal.set_wakeup_fd(-1)
 
 
-def become_agent(birth: Birth, launch: int) -> None:
-    """The whole way from a newborn process to the serving agent. Raises OSError on the way; never returns."""
+def receive_order(order: socket.socket) -> tuple[bytes, list[int]] | None:
+    """The message of the zygote and its descriptors; None when the zygote has ended."""
+    data, fds, _, _ = socket.recv_fds(order, MAX_ORDER_BYTES, 3)
+    return (data, fds) if data else None
+
+
+def read_order(nursery: Nursery, data: bytes, fds: list[int]) -> tuple[int, Birth]:
+    """The number of the launch, and what is to be born."""
+    launch: int = REQUEST.unpack_from(data)[1]
+    return launch, Birth(nursery, LaunchSpec.from_wire(json.loads(data[REQUEST.size :])), *fds)
+
+
+def grow_up(birth: Birth) -> Agent:
+    """The whole way from a newborn process to its agent. Raises OSError on the way."""
     spec, nursery = birth.spec, birth.nursery
-    birth.settle()
+    token = birth.settle()
     containment = birth.containment()
-    listener, token, log_fd = birth.listen()
-    folder_fd = os.open(birth.home, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    nursery.tell("listening", launch)
+    listener, log_fd = birth.listen(), birth.open_log()
     kernel.sethostname(spec.sandbox_id)
     if spec.network is not None:
         if os.read(birth.go_fd, 1) != b"1":
@@ -192,7 +217,10 @@ def become_agent(birth: Birth, launch: int) -> None:
     # What was there before the birth is frozen; what an agent makes has few cycles.
     gc.set_threshold(20_000, 20, 100)
     gc.enable()
-    Agent(listener, token, containment, nursery.null_fd, log_fd, folder_fd).run()
+    agent = Agent(listener, token, containment, nursery.null_fd, log_fd, birth.home_fd)
+    # With its type told, the socket object need not ask the kernel.
+    agent.attach(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fileno=birth.channel_fd))
+    return agent
 
 
 def enter_user_namespace(userns_fd: int) -> None:
@@ -203,4 +231,5 @@ def enter_user_namespace(userns_fd: int) -> None:
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
     os.umask(0o022)
-    os.setsid()
+    if os.getsid(0) != os.getpid():
+        os.setsid()

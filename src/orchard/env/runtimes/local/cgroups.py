@@ -173,6 +173,14 @@ class Cgroups:
                 f"{box}/cpu.max", f"{max(1000, int(limits.cpu_cores * _CPU_PERIOD_US))} {_CPU_PERIOD_US}"
             )
 
+    def own_group(self) -> str:
+        """`cgroup.procs` of the version 2 group that this process is in."""
+        for line in (_read("/proc/self/cgroup") or "").splitlines():
+            number, _, path = line.split(":", 2)
+            if number == "0":
+                return f"{self.v2_root}{path}/cgroup.procs"
+        raise OSError("this process is in no version 2 group")
+
     def home_path(self, sandbox_id: str) -> str:
         """The version 2 group that the agent is born into."""
         home = f"{self.v2}/{sandbox_id}"

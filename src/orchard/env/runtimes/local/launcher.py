@@ -7,7 +7,7 @@ import json
 import socket
 import sys
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from orchard.env.contract import EndReason
 from orchard.env.errors import RuntimeRefused
@@ -18,15 +18,14 @@ _ZYGOTE_START_S = 30.0
 #: Nothing of the service's own; symbols bound at start are bound for all sandboxes at once.
 _ENVIRONMENT = {"LD_BIND_NOW": "1"}
 _LAST_WORD_S = 1.0
+_FULL_RETRY_S = 0.005
 _MAX_MESSAGE = 1 << 16
-_T = TypeVar("_T")
 
 
 class Launch:
     """One sandbox on its way: what the zygote and the newborn have told so far.
 
-    forked: its pid. listening: its socket is there. failed: `{detail, errno?, retryable?}`. exited: the exit code
-    of its agent, or minus the signal.
+    forked: its pid. failed: `{detail, errno?, retryable?}`. exited: the exit code of its agent, or minus the signal.
     """
 
     def __init__(self, number: int, slot: int) -> None:
@@ -35,7 +34,6 @@ class Launch:
         self.slot = slot
         self.asked = False
         self.forked: asyncio.Future[int] = loop.create_future()
-        self.listening: asyncio.Future[None] = loop.create_future()
         self.failed: asyncio.Future[dict[str, Any]] = loop.create_future()
         self.exited: asyncio.Future[int] = loop.create_future()
 
@@ -48,17 +46,22 @@ class Launch:
         """The zygote has dealt with it, or is gone."""
         return self.forked.done() or self.failed.done()
 
-    async def until(self, wanted: asyncio.Future[_T]) -> _T:
-        """The result of `wanted`, unless the launch fails first. Raises `StartFailed`."""
-        await asyncio.wait((wanted, self.failed), return_when=asyncio.FIRST_COMPLETED)
-        if wanted.done() and not wanted.cancelled() and wanted.exception() is None:
-            return wanted.result()
-        if not self.failed.done():
-            # A broken channel: the newborn's own word on it, or its exit, comes in a moment.
-            await asyncio.wait((self.failed,), timeout=_LAST_WORD_S)
+    async def until_forked(self) -> int:
+        """Its pid. Raises `StartFailed`."""
+        if not self.forked.done():
+            await asyncio.wait((self.forked, self.failed), return_when=asyncio.FIRST_COMPLETED)
+        if not self.forked.done():
+            raise self.failure()
+        return self.forked.result()
+
+    async def last_word(self) -> None:
+        """After its channel broke: the newborn's own word on why, or its exit, comes in a moment.
+
+        Raises `StartFailed` with it, and returns when none came.
+        """
+        await asyncio.wait((self.failed,), timeout=_LAST_WORD_S)
         if self.failed.done():
             raise self.failure()
-        return wanted.result()
 
     def failure(self) -> StartFailed:
         facts = self.failed.result()
@@ -72,8 +75,6 @@ class Launch:
             event, message = "failed", {"detail": f"the agent exited with {message['code']} while starting"}
         if event == "forked" and not self.forked.done():
             self.forked.set_result(message["pid"])
-        elif event == "listening" and not self.listening.done():
-            self.listening.set_result(None)
         elif event == "failed" and not self.failed.done():
             self.failed.set_result(message)
 
@@ -145,24 +146,31 @@ class Launcher:
     def forget(self, launch: Launch) -> None:
         self._launches.pop(launch.number, None)
 
-    async def create(self, launch: Launch, spec: LaunchSpec) -> None:
-        """Ask for a sandbox; what becomes of it is told to `launch`."""
+    async def create(self, launch: Launch, spec: LaunchSpec, channel: socket.socket) -> None:
+        """Ask for a sandbox whose agent has `channel`; what becomes of it is told to `launch`."""
         head = REQUEST.pack(b"C", launch.number, launch.slot, spec.network is not None)
-        await self._send(head + json.dumps(spec.to_wire()).encode())
+        await self._send(head + json.dumps(spec.to_wire()).encode(), [channel.fileno()])
 
     async def go(self, launch: Launch) -> None:
         """The network interface of a launch is there."""
         await self._send(REQUEST.pack(b"G", launch.number, launch.slot, True))
 
-    async def _send(self, message: bytes) -> None:
+    async def _send(self, message: bytes, fds: list[int] | None = None) -> None:
         async with self._starting:
             if self._control is None:
                 if self._closing:
                     raise StartFailed(EndReason.RUNTIME_ERROR, "the service is shutting down", retryable=True)
                 await self.start()
-        assert self._control is not None
+        control = self._control
+        assert control is not None
         try:
-            await asyncio.get_running_loop().sock_sendall(self._control, message)
+            while True:
+                try:
+                    socket.send_fds(control, [message], fds or [])
+                    return
+                except BlockingIOError:
+                    # The zygote is behind. Neither asyncio nor uvloop waits for a socket to take a message whole.
+                    await asyncio.sleep(_FULL_RETRY_S)
         except OSError as error:
             raise StartFailed(
                 EndReason.RUNTIME_ERROR, f"the sandbox launcher is gone: {error}", retryable=True

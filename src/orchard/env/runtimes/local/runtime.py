@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
 import shutil
 import signal
+import socket
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -192,33 +194,45 @@ class LocalRuntime:
                     None if spec.block_network else await asyncio.to_thread(self._network.spec, handle.slot)
                 )
                 launch.asked = True
-                await self._launcher.create(launch, _launch_spec(spec, image, launch, network))
-                handle.state["pid"] = pid = await launch.until(launch.forked)
-                if network is not None:
-                    await asyncio.to_thread(self._network.attach, handle.slot, pid)
-                    await self._launcher.go(launch)
-                await launch.until(launch.listening)
-                greeting = asyncio.ensure_future(self._greet(handle, spec, image))
+                channel = await self._ask(handle, launch, _launch_spec(spec, image, launch, network))
                 try:
-                    await launch.until(greeting)
-                finally:
-                    greeting.cancel()
+                    if network is not None:
+                        pid = await launch.until_forked()
+                        await asyncio.to_thread(self._network.attach, handle.slot, pid)
+                        await self._launcher.go(launch)
+                    # What its commands start from. The agent finds it waiting.
+                    await channel.call("hello", configure={
+                        "env": {**image.env, **spec.env},
+                        "working_dir": spec.working_dir or image.working_dir,
+                        "user": spec.user or image.user,
+                    })  # fmt: skip
+                except BaseException as error:
+                    await channel.close()
+                    if isinstance(error, AgentUnreachable):
+                        await launch.last_word()
+                    raise
+                handle.state["pid"] = await launch.until_forked()
+                handle.channel = channel
         except TimeoutError:
             what = f"no answer from the agent within {_AGENT_START_S:g} s"
             raise StartFailed(EndReason.AGENT_DID_NOT_START, what, retryable=True) from None
 
-    async def _greet(self, handle: LocalHandle, spec: SandboxSpec, image: ResolvedImage) -> None:
-        """Open the channel and tell the agent what its commands start from."""
-        await self._connect(handle, {
-            "env": {**image.env, **spec.env},
-            "working_dir": spec.working_dir or image.working_dir,
-            "user": spec.user or image.user,
-        })  # fmt: skip
+    async def _ask(self, handle: LocalHandle, launch: Launch, spec: LaunchSpec) -> AgentProtocolChannel:
+        """Ask for the sandbox; the channel to its agent, which will be born with the other end."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            _, channel = await asyncio.get_running_loop().create_unix_connection(
+                lambda: AgentProtocolChannel(spec.sandbox_id, lambda: self._channel_lost(handle)), sock=ours
+            )
+            try:
+                await self._launcher.create(launch, spec, theirs)
+            except BaseException:
+                await channel.close()
+                raise
+        return channel
 
-    async def _connect(
-        self, handle: LocalHandle, configure: dict[str, Any] | None = None
-    ) -> AgentProtocolChannel:
-        """Open and authenticate the channel. The socket listens before the agent runs, so this waits for it."""
+    async def _connect(self, handle: LocalHandle) -> AgentProtocolChannel:
+        """Open and authenticate another channel to the agent of a sandbox."""
         sandbox_id = handle.sandbox_id
         path = f"/proc/self/fd/{self._sandboxes_fd}/{sandbox_id}/agent.sock"
         loop = asyncio.get_running_loop()
@@ -229,7 +243,7 @@ class LocalRuntime:
         except OSError as error:
             raise AgentUnreachable(f"the agent of sandbox {sandbox_id} does not listen: {error}") from None
         try:
-            await channel.call("hello", token=self._token(sandbox_id), configure=configure)
+            await channel.call("hello", token=self._token(sandbox_id))
         except BaseException:
             await channel.close()
             raise
@@ -237,11 +251,12 @@ class LocalRuntime:
         return channel
 
     def _token(self, sandbox_id: str) -> str:
-        fd = os.open(f"{sandbox_id}/token", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._sandboxes_fd)
-        try:
-            return os.read(fd, 256).decode()
-        finally:
-            os.close(fd)
+        fd = os.open(f"{sandbox_id}/sandbox.json", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._sandboxes_fd)
+        with os.fdopen(fd, "rb") as file:
+            try:
+                return str(json.loads(file.read())["token"])
+            except (ValueError, KeyError):
+                raise AgentUnreachable(f"the note of sandbox {sandbox_id} is damaged") from None
 
     # ------------------------------------------------------------------------------------------------ death
 

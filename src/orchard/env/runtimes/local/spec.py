@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 #: Head of a request to the zygote: b"C" create (followed by the JSON of a `LaunchSpec`) or b"G" go (the network
 #: interface is there); the number of the launch, its slot, whether it has a network. Fixed, so that the zygote
-#: itself need not parse JSON.
+#: itself need not parse JSON. With b"C" comes a descriptor: the agent's end of its channel.
 REQUEST = struct.Struct("<cII?")
 
 #: First host uid of the sandboxes' ranges, and the size of each: slot n owns 65,536 ids of its own.

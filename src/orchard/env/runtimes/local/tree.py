@@ -75,8 +75,8 @@ def build_tree(birth: Birth) -> None:
     base = spec.base_uid
     root = f"{birth.scratch}/root"
     # /proc/mounts shows the sandbox how its layers were named: by descriptor, not by this machine's paths.
-    links = [os.open(path, os.O_PATH | os.O_CLOEXEC) for path in (birth.home, birth.scratch)]
-    birth.home_link, birth.scratch_link = (f"/proc/self/fd/{fd}" for fd in links)
+    scratch_fd = os.open(birth.scratch, os.O_PATH | os.O_CLOEXEC)
+    birth.home_link, birth.scratch_link = f"/proc/self/fd/{birth.home_fd}", f"/proc/self/fd/{scratch_fd}"
     # Mount points that images lack are made by and for the sandbox's root.
     old_mask = os.umask(0)
     if spec.disk_bytes is not None:
@@ -125,8 +125,7 @@ def build_tree(birth: Birth) -> None:
     os.umask(old_mask)
     os.chdir(root)
     kernel.pivot_root_here()
-    for fd in links:
-        os.close(fd)
+    os.close(scratch_fd)
 
 
 def _set_network_sysctls(net: str, network: NetworkSpec | None) -> None:

@@ -137,10 +137,6 @@ class Zygote:
         self._launches: dict[int, int] = {}
         self._go_fds: dict[int, int] = {}
 
-    @property
-    def null_fd(self) -> int:
-        return self._nursery.null_fd
-
     # --------------------------------------------------------------------------------------------- set-up
 
     def prepare_mounts(self) -> None:
@@ -164,6 +160,10 @@ class Zygote:
         os.mkdir(f"{dev}/pts", 0o755)
         os.mkdir(f"{dev}/shm", 0o1777)
         os.umask(mask)
+
+    def rehearse(self) -> None:
+        userns_fd, _ = self._userns.get(0)
+        rehearse(self._nursery, userns_fd)
 
     # -------------------------------------------------------------------------------------------- serving
 
@@ -206,7 +206,7 @@ class Zygote:
     def _request(self) -> bool:
         """Serve one message; False when the service is gone."""
         try:
-            data = self._control.recv(MAX_ORDER_BYTES)
+            data, fds, _, _ = socket.recv_fds(self._control, MAX_ORDER_BYTES, 1)
         except ConnectionError:
             return False
         if not data or self._service_gone():
@@ -214,9 +214,12 @@ class Zygote:
         kind, launch, slot, with_network = REQUEST.unpack_from(data)
         if kind == b"C":
             try:
-                self._launch(data, launch, slot, with_network)
+                self._launch(data, launch, slot, with_network, fds)
             except OSError as error:
                 self._nursery.tell_failure(launch, error)
+            finally:
+                for fd in fds:
+                    os.close(fd)
         elif kind == b"G":
             fd = self._go_fds.pop(launch, -1)
             if fd >= 0:
@@ -229,20 +232,22 @@ class Zygote:
         poll.register(self._control.fileno(), select.POLLHUP)
         return any(events & select.POLLHUP for _, events in poll.poll(0))
 
-    def _launch(self, data: bytes, launch: int, slot: int, with_network: bool) -> None:
+    def _launch(self, data: bytes, launch: int, slot: int, with_network: bool, channel: list[int]) -> None:
         """Hand the request to an embryo. All other work is the newborn's own: after a fork, every page of memory that
         is touched here is copied, and newborns work beside each other on all cores."""
         userns_fd, kept = self._userns.get(slot)
-        fds = [userns_fd]
+        ours = [] if kept else [userns_fd]
+        fds = [*channel, userns_fd]
         if with_network:
             go_read, self._go_fds[launch] = os.pipe2(os.O_CLOEXEC)
             fds.append(go_read)
+            ours.append(go_read)
         try:
             pid = self._hand_over(data, fds)
             self._launches[pid] = launch
             self._nursery.tell("forked", launch, pid=pid)
         finally:
-            for fd in fds[kept:]:
+            for fd in ours:
                 os.close(fd)
 
     def _hand_over(self, data: bytes, fds: list[int]) -> int:
@@ -324,7 +329,7 @@ def main() -> None:
             ).encode()
         )
         return
-    rehearse(zygote.null_fd, options["state_dir"])
+    zygote.rehearse()
     hide_command_line(b"orchard-agent")
     close_imports()
     zygote.serve()
