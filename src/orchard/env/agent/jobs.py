@@ -99,7 +99,6 @@ class JobTable:
 
     def warm_up(self) -> None:
         """Do ahead what the first command would have to wait for."""
-        self._containment.release(self._containment.acquire())
         try:
             account = self.surroundings.default_account()
         except accounts.UnknownUser:
@@ -203,13 +202,15 @@ class JobTable:
             try:
                 # While nothing ran, nothing can have been killed: what was read last still holds.
                 job.oom_before = self._oom_kills if self._alone else self._containment.oom_kills()
-                self._containment.enter()
+                streams = (stdin_fd, out_write, err_write)
                 try:
-                    pid = spawn.spawn(command, env=env, directory_fd=directory_fd, account=account,
-                                      stdin_fd=stdin_fd, stdout_fd=out_write, stderr_fd=err_write,
-                                      null_fd=self._null_fd)  # fmt: skip
-                finally:
-                    self._containment.leave()
+                    pid = self._spawn(command, env, account, directory_fd, streams)
+                except spawn.SpawnError as error:
+                    if error.stage != "fork" or error.number != errno.EAGAIN:
+                        raise
+                    # The process limit is reached. A command starts all the same, so that what fills the sandbox can
+                    # be looked at and ended from inside; it just cannot fork.
+                    pid = self._spawn(command, env, account, directory_fd, streams, past_limit=True)
                 self._containment.adopt(group, pid)
             except BaseException:
                 self._containment.release(group)
@@ -225,6 +226,16 @@ class JobTable:
         self._by_pid[pid] = job
         self._alone = False
         self._pipes.attach(job, out_read, err_read, stdin_write)
+
+    def _spawn(self, command: spawn.Command, env: list[bytes], account: accounts.Account, directory_fd: int,
+               streams: tuple[int, int, int], *, past_limit: bool = False) -> int:  # fmt: skip
+        """The pid. streams: what becomes stdin, stdout and stderr. Raises `SpawnError`."""
+        self._containment.enter(past_limit=past_limit)
+        try:
+            return spawn.spawn(command, env=env, directory_fd=directory_fd, account=account, stdin_fd=streams[0],
+                               stdout_fd=streams[1], stderr_fd=streams[2], null_fd=self._null_fd)  # fmt: skip
+        finally:
+            self._containment.leave()
 
     def _start_failed(self, job: Job, error: Exception) -> None:
         """A program that is not there or not executable ends like in a shell: 127 or 126 and a line on stderr."""

@@ -5,10 +5,11 @@ asyncio would cost every sandbox megabytes and every command a millisecond.
 
 from __future__ import annotations
 
+# The functions themselves: `signal` wraps them into enumerations, at ten times the cost.
+import _signal  # type: ignore[import-not-found]
 import heapq
 import os
 import select
-import signal
 import time
 
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
@@ -69,11 +70,11 @@ class Loop:
 
     def run(self) -> None:
         # Only SIGCHLD has a handler, so that as pid 1 no other signal from the sandbox has any effect.
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, _ignore)
+        for number in (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP):
+            _signal.signal(number, _signal.SIG_DFL)
+        _signal.signal(_signal.SIGPIPE, _signal.SIG_IGN)
+        _signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        _signal.signal(_signal.SIGCHLD, _ignore)
         self.watch(self._wake_read, select.EPOLLIN, self._woken)
         # Children may have died before the handler was there.
         self._guard(self._on_child)

@@ -17,6 +17,9 @@ _READS_PER_EVENT = 4
 _DRAIN_READS = 64
 #: How long the output of a new command is left in its pipe.
 _UNWATCHED_S = 0.003
+#: One buffer for all reads, made before the first fork: an agent's own would be 16 pages that it has to be given.
+_BUFFER = bytearray(_READ_BYTES)
+_VIEW = memoryview(_BUFFER)
 
 
 class Pipes:
@@ -24,9 +27,6 @@ class Pipes:
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
-        # One buffer for all reads: a fresh one each time would be mapped and unmapped each time.
-        self._buffer = bytearray(_READ_BYTES)
-        self._view = memoryview(self._buffer)
 
     def attach(self, job: Job, stdout_fd: int, stderr_fd: int, stdin_fd: int) -> None:
         """Take over the agent's ends of a started command's pipes; stdin_fd is -1 if it has no input.
@@ -49,7 +49,7 @@ class Pipes:
     def _read(self, job: Job, fd: int, reads: int) -> None:
         """Read what is there, at most `reads` buffers full; close the pipe at its end."""
         window = job.fds[fd]
-        buffer, view = self._buffer, self._view
+        buffer, view = _BUFFER, _VIEW
         for _ in range(reads):
             try:
                 count = os.readv(fd, (buffer,))

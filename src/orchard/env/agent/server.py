@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     Made = Callable[[], tuple[dict[str, Any], bytes]]
 
-_RECEIVE_BYTES = 1 << 16
+#: One buffer for all receiving, made before the first fork: an agent's own would be 16 pages that it has to be given.
+_RECEIVED = memoryview(bytearray(1 << 16))
 _LOG_BYTES = 64 << 10
 #: A connection whose peer stops reading is dropped at this much unsent output: the jobs stay.
 _UNSENT_CAP = 512 << 20
@@ -66,7 +67,7 @@ class Connection:
             self._receive()
 
     def _receive(self) -> None:
-        view = self._agent.receive_view
+        view = _RECEIVED
         try:
             count = self._sock.recv_into(view)
         except BlockingIOError:
@@ -216,8 +217,6 @@ class Agent:
         self.files = Files()
         self.jobs = JobTable(self.loop, containment, self.defaults, null_fd, Spool(folder_fd), self.log)
         self.connections: set[Connection] = set()
-        # One buffer for all receiving: a fresh one each time would be mapped and unmapped each time.
-        self.receive_view = memoryview(bytearray(_RECEIVE_BYTES))
         self._boot_id = os.urandom(8).hex()
         self._operations: dict[str, Callable[..., None]] = {
             "exec": self._exec, "job": self._job, "jobs": self._list_jobs, "cancel": self._cancel,
@@ -229,7 +228,6 @@ class Agent:
     def run(self) -> None:
         self._listener.setblocking(False)
         self.loop.watch(self._listener.fileno(), READ, self._accept)
-        self.log("agent started")
         self.loop.run()
 
     def close(self) -> None:

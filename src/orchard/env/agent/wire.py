@@ -53,6 +53,8 @@ _make_encoder = getattr(json.encoder, "c_make_encoder", None)
 _encoder = _make_encoder and _make_encoder(
     None, None, json.encoder.encode_basestring, None, ":", ",", False, False, False
 )
+# json.loads would look for white space around, by a regular expression.
+_scan = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 
 _JOB_DEFAULTS: dict[str, object] = {
     "exit_code": None, "signal": None, "started_at": None, "completed_at": None, "duration_s": None, "queue_s": None,
@@ -71,6 +73,19 @@ def _encode(header: dict) -> str:  # type: ignore[type-arg]
     if _encoder is None:
         return json.dumps(header, separators=(",", ":"), ensure_ascii=False)
     return "".join(_encoder(header, 0))
+
+
+def _decode(head: bytes) -> dict:  # type: ignore[type-arg]
+    try:
+        text = head.decode("utf-8", "surrogatepass")
+        header, end = _scan(text, 0)
+    except (ValueError, RecursionError, StopIteration) as error:
+        raise WireError(f"header is not JSON: {error}") from None
+    if end != len(text):
+        raise WireError("header is not JSON: something follows the object")
+    if not isinstance(header, dict):
+        raise WireError("header is not an object")
+    return header
 
 
 class WireError(Exception):
@@ -111,11 +126,5 @@ class FrameReader:
                 payload = bytes(view[8 + head_len : total])
             del buffer[:total]
             self._need = 8
-            try:
-                header = json.loads(head.decode("utf-8", "surrogatepass"))
-            except (ValueError, RecursionError) as error:
-                raise WireError(f"header is not JSON: {error}") from None
-            if not isinstance(header, dict):
-                raise WireError("header is not an object")
-            frames.append((header, payload))
+            frames.append((_decode(head), payload))
         return frames

@@ -2,8 +2,9 @@
 
 Layout, in every hierarchy: `orchard/<instance>/<sandbox>`. In version 2 the sandbox's group is the agent's
 home; `box` below it holds user code, one group per running command, and `spawn` what is being started. Limits
-sit on `box`, so that the agent is never throttled or killed by them. In version 1 the sandbox's own group holds
-user code and its limits, and the agent stays in the service's group.
+sit on `box`, so that the agent is never throttled or killed by them, the process limit on a group around both, so
+that it holds from the first moment. In version 1 the sandbox's own group holds user code and its limits, and the
+agent stays in the service's group, but for the moment in which it starts a process.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ class Cgroups:
         self.v2_controllers = v2_controllers
         self.v2 = f"{v2_root}/orchard/{instance}"
         self.v1 = {name: f"{root}/orchard/{instance}" for name, root in v1_roots.items()}
+        self._own: dict[str, str] = {}
+        self._swap_v1 = os.path.exists(f"{v1_roots.get('memory')}/memory.memsw.limit_in_bytes")
 
     @classmethod
     def detect(cls, instance: str, mounts: str = "/proc/self/mounts") -> Cgroups:
@@ -128,24 +131,57 @@ class Cgroups:
     def create(self, limits: LaunchSpec) -> None:
         """Make the groups of a sandbox; its root may make groups for commands in `box`."""
         sandbox_id, owner_uid = limits.sandbox_id, limits.base_uid
-        home = f"{self.v2}/{sandbox_id}"
+        home, user = f"{self.v2}/{sandbox_id}", self._user(sandbox_id)
         os.mkdir(home)
-        for name in ("box", "spawn"):
-            os.mkdir(f"{home}/{name}")
-        os.chown(f"{home}/box", owner_uid, owner_uid)
-        os.chown(f"{home}/cgroup.procs", owner_uid, owner_uid)
+        if self.v2_controllers:
+            # No processes beside children that are limited: the agent gets a leaf of its own.
+            os.mkdir(f"{home}/agent")
+            os.mkdir(user)
+        os.mkdir(f"{user}/box")
+        os.mkdir(f"{user}/spawn")
+        os.chown(f"{user}/box", owner_uid, owner_uid)
+        os.chown(f"{user}/cgroup.procs", owner_uid, owner_uid)
         for name, root in self.v1.items():
             path = f"{root}/{sandbox_id}"
             os.mkdir(path)
             self._limit_v1(name, path, limits)
-        self._limit_v2(sandbox_id, limits)
+        if self.v2_controllers:
+            self._limit_v2(home, user, limits)
+
+    def settle(self, sandbox_id: str, pid: int) -> None:
+        """Put the sandbox's first process into its home."""
+        kernel.write_control(f"{self._home(sandbox_id)}/cgroup.procs", str(pid))
+
+    def open_containment(self, sandbox_id: str, opened: list[int]) -> list[str]:
+        """Open what `CgroupContainment` works with, and append it to `opened`; the names, in that order."""
+        user, procs, flags = self._user(sandbox_id), "cgroup.procs", os.O_CLOEXEC
+        first = f"{user}/box/j0"
+        os.mkdir(first)
+        wanted = [
+            ("box", f"{user}/box", os.O_RDONLY | os.O_DIRECTORY),
+            ("home", f"{self._home(sandbox_id)}/{procs}", os.O_WRONLY),
+            ("spawn", f"{user}/spawn/{procs}", os.O_RDWR),
+            ("spawn_kill", f"{user}/spawn/cgroup.kill", os.O_WRONLY),
+            ("first", f"{first}/{procs}", os.O_RDWR),
+            ("first_kill", f"{first}/cgroup.kill", os.O_WRONLY),
+            ("first_events", f"{first}/cgroup.events", os.O_RDONLY),
+        ]
+        for name, root in self.v1.items():
+            wanted.append((name, f"{root}/{sandbox_id}/{procs}", os.O_WRONLY))
+            if name == "pids":
+                wanted.append(("pids_home", f"{self._own_v1(name)}/{procs}", os.O_WRONLY))
+        oom = self.oom_file(sandbox_id)
+        if oom is not None:
+            wanted.append(("oom", oom, os.O_RDONLY))
+        for _, path, mode in wanted:
+            opened.append(os.open(path, mode | flags))
+        return [name for name, _, _ in wanted]
 
     def _limit_v1(self, name: str, path: str, limits: LaunchSpec) -> None:
         if name == "memory" and limits.memory_bytes is not None:
             kernel.write_control(f"{path}/memory.limit_in_bytes", str(_memory_limit(limits)))
-            swap = f"{path}/memory.memsw.limit_in_bytes"
-            if os.path.exists(swap):
-                kernel.write_control(swap, str(_memory_limit(limits)))
+            if self._swap_v1:
+                kernel.write_control(f"{path}/memory.memsw.limit_in_bytes", str(_memory_limit(limits)))
         elif name == "pids":
             kernel.write_control(f"{path}/pids.max", str(limits.pids or DEFAULT_PIDS))
         elif name == "cpu" and limits.cpu_cores is not None:
@@ -154,20 +190,18 @@ class Cgroups:
                 f"{path}/cpu.cfs_quota_us", str(max(1000, int(limits.cpu_cores * _CPU_PERIOD_US)))
             )
 
-    def _limit_v2(self, sandbox_id: str, limits: LaunchSpec) -> None:
-        # Limits on `home` would bind the agent too, so the controllers are passed down to `box`.
-        if not self.v2_controllers:
-            return
-        home, box = f"{self.v2}/{sandbox_id}", f"{self.v2}/{sandbox_id}/box"
-        kernel.write_control(
-            f"{home}/cgroup.subtree_control", " ".join(f"+{name}" for name in sorted(self.v2_controllers))
-        )
+    def _limit_v2(self, home: str, user: str, limits: LaunchSpec) -> None:
+        # Limits on `home` would bind the agent too, so the controllers are passed down.
+        box = f"{user}/box"
+        enable = " ".join(f"+{name}" for name in sorted(self.v2_controllers))
+        for path in (home, user):
+            kernel.write_control(f"{path}/cgroup.subtree_control", enable)
         if "memory" in self.v2_controllers and limits.memory_bytes is not None:
             kernel.write_control(f"{box}/memory.max", str(_memory_limit(limits)))
             if os.path.exists(f"{box}/memory.swap.max"):
                 kernel.write_control(f"{box}/memory.swap.max", "0")
         if "pids" in self.v2_controllers:
-            kernel.write_control(f"{box}/pids.max", str(limits.pids or DEFAULT_PIDS))
+            kernel.write_control(f"{user}/pids.max", str(limits.pids or DEFAULT_PIDS))
         if "cpu" in self.v2_controllers and limits.cpu_cores is not None:
             kernel.write_control(
                 f"{box}/cpu.max", f"{max(1000, int(limits.cpu_cores * _CPU_PERIOD_US))} {_CPU_PERIOD_US}"
@@ -181,20 +215,31 @@ class Cgroups:
                 return f"{self.v2_root}{path}/cgroup.procs"
         raise OSError("this process is in no version 2 group")
 
-    def home_path(self, sandbox_id: str) -> str:
-        """The version 2 group that the agent is born into."""
-        home = f"{self.v2}/{sandbox_id}"
-        if self.v2_controllers:
-            # No processes beside children that are limited: the agent gets a leaf of its own.
-            home += "/agent"
-            os.makedirs(home, exist_ok=True)
-        return home
+    def _own_v1(self, controller: str) -> str:
+        """The version 1 group that this process is in, which is the agents' too."""
+        path = self._own.get(controller)
+        if path is None:
+            for line in (_read("/proc/self/cgroup") or "").splitlines():
+                _, names, group = line.split(":", 2)
+                if controller in names.split(","):
+                    path = self._own[controller] = f"{self.v1_roots[controller]}{group}"
+                    return path
+            raise OSError(f"this process is in no group of the {controller} controller")
+        return path
+
+    def _home(self, sandbox_id: str) -> str:
+        """The version 2 group that the agent lives in."""
+        return f"{self.v2}/{sandbox_id}/agent" if self.v2_controllers else f"{self.v2}/{sandbox_id}"
+
+    def _user(self, sandbox_id: str) -> str:
+        """The version 2 group around `box` and `spawn`."""
+        return f"{self.v2}/{sandbox_id}/user" if self.v2_controllers else f"{self.v2}/{sandbox_id}"
 
     def oom_file(self, sandbox_id: str) -> str | None:
         if "memory" in self.v1:
             return f"{self.v1['memory']}/{sandbox_id}/memory.oom_control"
         if "memory" in self.v2_controllers:
-            return f"{self.v2}/{sandbox_id}/box/memory.events"
+            return f"{self._user(sandbox_id)}/box/memory.events"
         return None
 
     # ------------------------------------------------------------------------------------ from the service
@@ -258,14 +303,15 @@ class Cgroups:
     def peak_memory_bytes(self, sandbox_id: str) -> int | None:
         if "memory" in self.v1:
             return _read_int(f"{self.v1['memory']}/{sandbox_id}/memory.max_usage_in_bytes")
-        return _read_int(f"{self.v2}/{sandbox_id}/box/memory.peak")
+        return _read_int(f"{self._user(sandbox_id)}/box/memory.peak")
 
     def usage(self, sandbox_id: str) -> dict[str, Any]:
         """The fields of `orchard.env.runtimes.base.Usage` that groups can tell."""
-        home, box = f"{self.v2}/{sandbox_id}", f"{self.v2}/{sandbox_id}/box"
+        home, user = f"{self.v2}/{sandbox_id}", self._user(sandbox_id)
+        box = f"{user}/box"
         usec = _field(_read(f"{home}/cpu.stat"), "usage_usec")
         memory = f"{self.v1['memory']}/{sandbox_id}" if "memory" in self.v1 else ""
-        pids = f"{self.v1['pids']}/{sandbox_id}" if "pids" in self.v1 else box
+        pids = f"{self.v1['pids']}/{sandbox_id}" if "pids" in self.v1 else user
         oom_file = self.oom_file(sandbox_id)
         return {
             "cpu_seconds": None if usec is None else usec / 1e6,

@@ -9,24 +9,32 @@ from orchard.env.agent.paths import make_directories
 
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
 if TYPE_CHECKING:
-    from orchard.env.runtimes.local.spec import LaunchSpec
+    from orchard.env.runtimes.local.spec import NetworkSpec
 
 
-def write_etc_files(spec: LaunchSpec) -> None:
+def write_etc_files(sandbox_id: str, network: NetworkSpec | None) -> None:
     """hosts, hostname and resolv.conf, where the image has none; as the sandbox's root, inside it."""
-    hosts = f"127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n127.0.1.1\t{spec.sandbox_id}\n"
-    network = spec.network
+    if network is None and _there("/etc/hosts"):
+        return
+    hosts = f"127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n127.0.1.1\t{sandbox_id}\n"
     nameservers = network.nameservers if network else []
-    _etc("hosts", hosts, replace=False)
+    if not _there("/etc/hosts"):
+        _etc("hosts", hosts, replace=False)
     if network is not None:
         _etc("resolv.conf", "".join(f"nameserver {server}\n" for server in nameservers), replace=True)
+
+
+def _there(path: str) -> bool:
+    try:
+        info = os.stat(path)
+    except OSError:
+        return False
+    return stat.S_ISREG(info.st_mode) and info.st_size > 0
 
 
 def _etc(name: str, text: str, *, replace: bool) -> None:
     """Write /etc/`name`, unless the image has made that impossible: then it keeps what it has."""
     raw = name.encode()
-    if not replace and os.path.isfile(f"/etc/{name}") and os.path.getsize(f"/etc/{name}"):
-        return
     try:
         folder = make_directories(b"/etc")
     except OSError:

@@ -6,6 +6,8 @@ import fcntl
 import socket
 import struct
 
+from orchard.env.runtimes.local import kernel
+
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
 if TYPE_CHECKING:
     from orchard.env.runtimes.local.spec import NetworkSpec
@@ -22,6 +24,21 @@ def _address(text: str) -> bytes:
 def bring_up_loopback() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         fcntl.ioctl(sock.fileno(), _SIOCSIFFLAGS, struct.pack("=16sH22x", b"lo", _IFF_UP_RUNNING))
+
+
+def set_network_sysctls(net: str) -> None:
+    """Low ports and ping for everyone, no IPv6 on interfaces to come, in the network namespace of this process.
+
+    `net`: /proc/sys/net of the sandbox's own /proc. In the machine's, one name has an entry for every network
+    namespace, and looking it up takes time in their number.
+    """
+    # The namespace belongs to the machine: capabilities inside do not count for ports below 1024.
+    kernel.write_control(f"{net}/ipv4/ip_unprivileged_port_start", "0")
+    kernel.write_control(f"{net}/ipv4/ping_group_range", "0 2147483647")
+    try:
+        kernel.write_control(f"{net}/ipv6/conf/default/disable_ipv6", "1")
+    except FileNotFoundError:
+        return  # the machine has no IPv6
 
 
 def bring_up_interface(network: NetworkSpec) -> None:

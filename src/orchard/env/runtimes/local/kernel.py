@@ -32,6 +32,7 @@ _OPEN_TREE, _MOVE_MOUNT, _FSOPEN, _FSCONFIG, _FSMOUNT = 428, 429, 430, 431, 432
 _CLONE3, _MOUNT_SETATTR = 435, 442
 
 CLONE_NEWNS = 0x00020000
+_CLONE_PIDFD = 0x00001000
 CLONE_NEWCGROUP = 0x02000000
 CLONE_NEWUTS = 0x04000000
 CLONE_NEWIPC = 0x08000000
@@ -51,6 +52,8 @@ MOUNT_ATTR_NODEV = 0x4
 MOUNT_ATTR_NOEXEC = 0x8
 _MOUNT_ATTR_IDMAP = 0x00100000
 
+PROC_ATTRIBUTES = MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC
+
 MS_REC = 0x4000
 MS_PRIVATE = 1 << 18
 MS_SLAVE = 1 << 19
@@ -66,15 +69,17 @@ CAP_NAMES = (  # in the order of their numbers
 )  # fmt: skip
 
 
-def clone3(flags: int) -> int:
-    """fork(2) into new namespaces: 0 in the child, its pid in the parent.
+def clone3(flags: int) -> tuple[int, int]:
+    """fork(2) into new namespaces: pid and pidfd in the parent, (0, -1) in the child.
 
     Only for a process with one thread: the interpreter's own fork hooks do not run.
     """
-    args = ctypes.create_string_buffer(
-        struct.pack("<11Q", flags, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, 0), 88
+    pidfd = ctypes.c_int(-1)
+    args = struct.pack(
+        "<11Q", flags | _CLONE_PIDFD, ctypes.addressof(pidfd), 0, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, 0
     )
-    return checked(_syscall(_CLONE3, args, 88), "clone3")
+    pid = checked(_syscall(_CLONE3, args, len(args)), "clone3")
+    return pid, pidfd.value if pid else -1
 
 
 def write_control(path: str, text: str) -> None:
@@ -141,6 +146,20 @@ def move_mount(fd: int, target: str) -> None:
     )
 
 
+def attach(fd: int, target: str) -> None:
+    """Attach a detached mount at `target`, and close its descriptor."""
+    try:
+        move_mount(fd, target)
+    finally:
+        os.close(fd)
+
+
+def relocate(source: str, target: str) -> None:
+    """Move the mount at `source`, and all that is mounted below it, to `target`."""
+    paths = os.fsencode(source), os.fsencode(target)
+    checked(_syscall(_MOVE_MOUNT, AT_FDCWD, paths[0], AT_FDCWD, paths[1], 0), f"move_mount {source}")
+
+
 def new_mount(kind: str, options: Sequence[tuple[str, str | None]], attributes: int = 0) -> int:
     """A new, detached mount of file system `kind`; options as (name, value) or (flag, None)."""
     fs = checked(_syscall(_FSOPEN, kind.encode(), 1), f"fsopen {kind}")
@@ -186,8 +205,13 @@ def limit_capabilities(keep: frozenset[str], last: int) -> None:
     checked(_syscall(_CAPSET, header, data), "capset")
 
 
-def install_seccomp(program: bytes) -> None:
-    """Install a compiled BPF program as this thread's filter, inherited by all children."""
-    buffer = ctypes.create_string_buffer(program, len(program))
-    fprog = struct.pack("<HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer))
-    checked(_syscall(_SECCOMP, 1, 0, fprog), "seccomp")
+class SeccompFilter:
+    """A compiled BPF program, ready to be installed."""
+
+    def __init__(self, program: bytes) -> None:
+        self._buffer = ctypes.create_string_buffer(program, len(program))
+        self._fprog = struct.pack("<HxxxxxxQ", len(program) // 8, ctypes.addressof(self._buffer))
+
+    def install(self) -> None:
+        """Make it this thread's filter, inherited by all children."""
+        checked(_syscall(_SECCOMP, 1, 0, self._fprog), "seccomp")

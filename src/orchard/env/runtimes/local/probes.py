@@ -160,7 +160,7 @@ def _try_disk_limit(_scratch: str) -> None:
 
 def _try_seccomp(_scratch: str) -> None:
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
-    kernel.install_seccomp(seccomp.build())
+    kernel.SeccompFilter(seccomp.build()).install()
     try:
         kernel.unshare(kernel.CLONE_NEWUTS)
     except OSError:

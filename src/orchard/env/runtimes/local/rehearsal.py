@@ -7,6 +7,7 @@ for itself.
 
 from __future__ import annotations
 
+import _socket
 import copy
 import ctypes
 import json
@@ -15,7 +16,9 @@ import socket
 
 from orchard.env.agent import syscalls
 from orchard.env.agent.wire import FrameReader, frame
-from orchard.env.runtimes.local import birth, kernel
+from orchard.env.runtimes.local import kernel, newborn
+from orchard.env.runtimes.local.descriptors import receive_fds
+from orchard.env.runtimes.local.midwife import MAX_ORDER_BYTES, Embryo, Midwife
 from orchard.env.runtimes.local.spec import REQUEST, LaunchSpec
 
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from orchard.env.agent.server import Agent
-    from orchard.env.runtimes.local.birth import Nursery
+    from orchard.env.runtimes.local.nursery import Nursery
 
 #: The interpreter adapts a function after some eight calls.
 _BIRTHS = 12
@@ -52,13 +55,12 @@ def rehearse(nursery: Nursery, userns_fd: int) -> None:
         return
     stage = copy.copy(nursery)
     stage.state_dir = f"{nursery.scratch}/{_NAME}"
-    stage.lock_fd = -1
     spec = _spec(stage.state_dir)
     try:
         for _ in range(_BIRTHS):
             with _Undone(stage):
                 _live(stage, spec, userns_fd)
-    except OSError:
+    except ZeroDivisionError:
         return
 
 
@@ -79,30 +81,32 @@ def _spec(folder: str) -> LaunchSpec:
 
 
 def _live(stage: Nursery, spec: LaunchSpec, userns_fd: int) -> None:
-    """One life: what `be_born` does, with a service at the other end that asks for commands."""
+    """One life: delivery and birth in one process, with a service at the other end that asks for commands."""
     request = REQUEST.pack(b"C", 0, 0, False) + json.dumps(spec.to_wire()).encode()
-    pairs = [socket.socketpair(socket.AF_UNIX, kind) for kind in (socket.SOCK_SEQPACKET, socket.SOCK_STREAM)]
-    (order, zygote), (service, agents) = pairs
+    order, midwifes = _socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    service, agents = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     stage.control, events = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    midwife = Midwife(stage, os.getpid())
+    embryo = Embryo(os.getpid(), os.pidfd_open(os.getpid()), midwifes, userns_fd)
+    mutes = _mute()
     try:
-        fds = [agents.fileno(), userns_fd]
-        socket.send_fds(zygote, [request], fds)
+        score_fd = newborn.prepare(stage, order.fileno())
+        _unmute(mutes)
+        midwife.deliver(request, embryo, agents.fileno(), -1)
+        told, fds = receive_fds(stage.order, MAX_ORDER_BYTES)
         mutes = _mute()
-        try:
-            birth.prepare(stage, order)
-            message = birth.receive_order(order)
-            assert message is not None
-            born = birth.read_order(stage, *message)[1]
-            agent = birth.grow_up(born)
-        finally:
-            _unmute(mutes)
-        try:
-            _command(agent, service)
-        finally:
-            _bury(agent, born)
+        agent = newborn.wake(stage, json.loads(told), fds, score_fd)
     finally:
-        for end in (order, zygote, service, agents, stage.control, events):
+        _unmute(mutes)
+        midwife.close()
+        embryo.close()
+        for end in (order, agents, stage.control, events):
             end.close()
+    try:
+        _command(agent, service)
+    finally:
+        service.close()
+        _bury(agent, fds[3])
 
 
 def _command(agent: Agent, service: socket.socket) -> None:
@@ -126,12 +130,12 @@ def _command(agent: Agent, service: socket.socket) -> None:
                 break
 
 
-def _bury(agent: Agent, born: birth.Birth) -> None:
+def _bury(agent: Agent, folder_fd: int) -> None:
     for connection in list(agent.connections):
         connection.close()
     agent.close()
     agent.containment.close()
-    os.close(born.home_fd)
+    os.close(folder_fd)
 
 
 def _mute() -> list[tuple[Any, str, Any]]:

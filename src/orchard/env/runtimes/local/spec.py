@@ -35,6 +35,9 @@ class NetworkSpec:
         self.gateway = gateway
         self.nameservers = nameservers
 
+    def to_wire(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
 
 class LaunchSpec:
     """One sandbox. layers: directories of the root, topmost first. mounts: (target, layers, read_only) of
@@ -72,7 +75,7 @@ class LaunchSpec:
     def to_wire(self) -> dict[str, Any]:
         data = {name: getattr(self, name) for name in self.__slots__}
         if self.network is not None:
-            data["network"] = {name: getattr(self.network, name) for name in self.network.__slots__}
+            data["network"] = self.network.to_wire()
         return data
 
     @classmethod

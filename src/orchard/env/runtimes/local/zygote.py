@@ -8,13 +8,13 @@ control socket (one JSON message each) and ends when the service closes it. Sand
 
 from __future__ import annotations
 
+# Without the enumerations that `socket` makes of every property.
+import _socket
 import ctypes
 
 # Preloaded for the agents: what the standard library would import lazily inside them.
 import encodings.ascii
-import encodings.idna
 import encodings.latin_1
-import encodings.punycode
 import encodings.utf_8
 import errno
 import fcntl
@@ -30,9 +30,12 @@ from collections import deque
 
 from orchard.env.agent import server
 from orchard.env.agent.syscalls import PR_SET_NAME, default_signals, prctl
-from orchard.env.runtimes.local import kernel
-from orchard.env.runtimes.local.birth import MAX_ORDER_BYTES, Nursery, be_born
+from orchard.env.runtimes.local import kernel, midwife
 from orchard.env.runtimes.local.cgroups import Cgroups
+from orchard.env.runtimes.local.descriptors import receive_fds
+from orchard.env.runtimes.local.midwife import MAX_ORDER_BYTES, Embryo
+from orchard.env.runtimes.local.newborn import be_born
+from orchard.env.runtimes.local.nursery import Nursery
 from orchard.env.runtimes.local.rehearsal import rehearse
 from orchard.env.runtimes.local.spec import REQUEST, UIDS_PER_SANDBOX, base_uid
 
@@ -40,12 +43,14 @@ TYPE_CHECKING = False  # importing typing would cost every sandbox most of a meg
 if TYPE_CHECKING:
     pass
 
-_PRELOADED = (encodings.ascii, encodings.idna, encodings.latin_1, encodings.punycode, encodings.utf_8, server)
+_PRELOADED = (encodings.ascii, encodings.latin_1, encodings.utf_8, server)
 _MAX_LAYERS = 128
 #: User namespaces that are made in idle moments and kept; each is a descriptor to copy and close in every fork.
 _KEPT_USERNS = 1024
 #: Processes forked ahead. Milliseconds without a request after which a moment counts as idle.
 _PREPARED_EMBRYOS = 4
+_CONCEIVED_TOGETHER = 3
+_MIDWIVES = 2
 _EMBRYO_IDLE_MS = 2
 _USERNS_IDLE_MS = 25
 _NAMESPACES = (
@@ -90,7 +95,7 @@ class UserNamespaces:
     def _make(self, root_uid: int) -> int:
         ready_read, ready_write = os.pipe2(os.O_CLOEXEC)
         hold_read, hold_write = os.pipe2(os.O_CLOEXEC)
-        pid = kernel.clone3(kernel.CLONE_NEWUSER)
+        pid, pidfd = kernel.clone3(kernel.CLONE_NEWUSER)
         if pid == 0:
             try:
                 os.close(hold_write)
@@ -110,19 +115,10 @@ class UserNamespaces:
                     file.write(f"0 {root_uid} {UIDS_PER_SANDBOX}")
             return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         finally:
+            os.close(pidfd)
             os.close(ready_read)
             os.close(hold_write)
             os.waitpid(pid, 0)
-
-
-class Embryo:
-    """A forked process that waits for its order on the other end of `order`."""
-
-    __slots__ = ("order", "pid")
-
-    def __init__(self, pid: int, order: socket.socket) -> None:
-        self.pid = pid
-        self.order = order
 
 
 class Zygote:
@@ -134,6 +130,7 @@ class Zygote:
         self._scratch = nursery.scratch
         self._userns = UserNamespaces()
         self._embryos: deque[Embryo] = deque()
+        self._midwives: set[int] = set()
         self._launches: dict[int, int] = {}
         self._go_fds: dict[int, int] = {}
 
@@ -148,7 +145,7 @@ class Zygote:
         kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_SLAVE)
         os.makedirs(self._scratch, mode=0o700, exist_ok=True)
         kernel.mount("orchard", self._scratch, "tmpfs", 0, "mode=0700,size=1m")
-        for name in ("root", "disk", "dev", *(f"l{n}" for n in range(_MAX_LAYERS))):
+        for name in ("root", "disk", "dev", "proc", *(f"l{n}" for n in range(_MAX_LAYERS))):
             os.mkdir(f"{self._scratch}/{name}", 0o755)
         mask = os.umask(0)
         dev = f"{self._scratch}/dev"
@@ -165,6 +162,17 @@ class Zygote:
         userns_fd, _ = self._userns.get(0)
         rehearse(self._nursery, userns_fd)
 
+    def call_midwives(self) -> None:
+        """Fork the processes that deliver. One waits for the kernel now and then, so there is another."""
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for _ in range(_MIDWIVES):
+            pid = os.fork()
+            if pid == 0:
+                self._requests.close()
+                midwife.serve(self._nursery, theirs)
+            self._midwives.add(pid)
+        theirs.close()
+
     # -------------------------------------------------------------------------------------------- serving
 
     def serve(self) -> None:
@@ -176,9 +184,6 @@ class Zygote:
         poll = select.poll()
         poll.register(self._control.fileno(), select.POLLIN)
         poll.register(wake_read, select.POLLIN)
-        gc.collect()
-        gc.freeze()
-        gc.disable()
         self._nursery.tell("ready", 0)
         while True:
             ready = dict(poll.poll(self._idle_ms()))
@@ -206,7 +211,7 @@ class Zygote:
     def _request(self) -> bool:
         """Serve one message; False when the service is gone."""
         try:
-            data, fds, _, _ = socket.recv_fds(self._control, MAX_ORDER_BYTES, 1)
+            data, fds = receive_fds(self._control, MAX_ORDER_BYTES)
         except ConnectionError:
             return False
         if not data or self._service_gone():
@@ -214,7 +219,7 @@ class Zygote:
         kind, launch, slot, with_network = REQUEST.unpack_from(data)
         if kind == b"C":
             try:
-                self._launch(data, launch, slot, with_network, fds)
+                self._launch(data, launch, slot, with_network, fds[0])
             except OSError as error:
                 self._nursery.tell_failure(launch, error)
             finally:
@@ -232,44 +237,38 @@ class Zygote:
         poll.register(self._control.fileno(), select.POLLHUP)
         return any(events & select.POLLHUP for _, events in poll.poll(0))
 
-    def _launch(self, data: bytes, launch: int, slot: int, with_network: bool, channel: list[int]) -> None:
-        """Hand the request to an embryo. All other work is the newborn's own: after a fork, every page of memory that
-        is touched here is copied, and newborns work beside each other on all cores."""
+    def _launch(self, data: bytes, launch: int, slot: int, with_network: bool, channel_fd: int) -> None:
+        """Let a midwife make an embryo what the request asks for. All other work is theirs: after a fork, every page of
+        memory that is touched here is copied."""
         userns_fd, kept = self._userns.get(slot)
-        ours = [] if kept else [userns_fd]
-        fds = [*channel, userns_fd]
-        if with_network:
-            go_read, self._go_fds[launch] = os.pipe2(os.O_CLOEXEC)
-            fds.append(go_read)
-            ours.append(go_read)
+        if not self._embryos:
+            # Where one is asked for, more will be. Forks in a row cost less: after each, this process has to be given
+            # anew the pages that it goes on to touch.
+            self._embryos.extend(self._conceive() for _ in range(_CONCEIVED_TOGETHER))
+        embryo = self._embryos.popleft()
+        embryo.userns_fd = userns_fd
+        go_read = -1
         try:
-            pid = self._hand_over(data, fds)
-            self._launches[pid] = launch
-            self._nursery.tell("forked", launch, pid=pid)
+            if with_network:
+                go_read, self._go_fds[launch] = os.pipe2(os.O_CLOEXEC)
+            midwife.hand_over(self._requests, data, embryo, channel_fd, go_read)
+            self._launches[embryo.pid] = launch
+            self._nursery.tell("forked", launch, pid=embryo.pid)
         finally:
-            for fd in ours:
-                os.close(fd)
-
-    def _hand_over(self, data: bytes, fds: list[int]) -> int:
-        """The pid of the embryo that took the request. One that was killed meanwhile is passed over."""
-        while True:
-            embryo = self._embryos.popleft() if self._embryos else self._conceive()
-            try:
-                socket.send_fds(embryo.order, [data], fds)
-                return embryo.pid
-            except ConnectionError:
-                continue
-            finally:
-                embryo.order.close()
+            embryo.close()
+            if go_read >= 0:
+                os.close(go_read)
+            if not kept:
+                os.close(userns_fd)
 
     def _conceive(self) -> Embryo:
         """Fork a process in namespaces of its own that waits to be told which sandbox it is to be."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        pid = kernel.clone3(_NAMESPACES)
+        ours, theirs = _socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid, pidfd = kernel.clone3(_NAMESPACES)
         if pid == 0:
-            be_born(self._nursery, theirs)
+            be_born(self._nursery, theirs.fileno())
         theirs.close()
-        return Embryo(pid, ours)
+        return Embryo(pid, pidfd, ours)
 
     def _reap(self) -> None:
         while True:
@@ -279,6 +278,9 @@ class Zygote:
                 return
             if pid == 0:
                 return
+            if pid in self._midwives:
+                # What it was at is unknown. The service starts all anew, and tries again what was on its way.
+                raise SystemExit(f"a midwife ended with status {status}")
             launch = self._launches.pop(pid, None)
             if launch is not None:
                 fd = self._go_fds.pop(launch, -1)
@@ -310,20 +312,19 @@ def hide_command_line(title: bytes) -> None:
 def main() -> None:
     default_signals()
     options = json.loads(sys.argv[1])
-    control = socket.socket(fileno=options["control_fd"])
-    control.set_inheritable(False)
+    cgroups = Cgroups.detect(options["instance"])
+    nursery = Nursery(options["state_dir"], cgroups, options["control_fd"])
     # An earlier zygote may still be at a request of a service that was killed: what it starts must be there to
     # be seen when our service looks for leftovers.
     lock_fd = os.open(f"{options['state_dir']}/zygote.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock_fd, fcntl.LOCK_EX)
-    cgroups = Cgroups.detect(options["instance"])
-    zygote = Zygote(Nursery(options["state_dir"], cgroups, control, lock_fd))
+    zygote = Zygote(nursery)
     try:
         cgroups.prepare()
         cgroups.favour_moves()
         zygote.prepare_mounts()
     except OSError as error:
-        control.send(
+        nursery.control.send(
             json.dumps(
                 {"event": "refused", "detail": str(error), "errno": error.errno or errno.EPERM}
             ).encode()
@@ -332,4 +333,8 @@ def main() -> None:
     zygote.rehearse()
     hide_command_line(b"orchard-agent")
     close_imports()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    zygote.call_midwives()
     zygote.serve()

@@ -1,0 +1,60 @@
+"""What the zygote has ready for its children, and how they tell the service what becomes of a launch."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+
+from orchard.env.runtimes.local import kernel, seccomp
+
+TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
+if TYPE_CHECKING:
+    from typing import Any
+
+    from orchard.env.runtimes.local.cgroups import Cgroups
+
+
+#: Descriptors that every child keeps have fixed numbers, so that it can close all others with one call.
+NULL_FD, CONTROL_FD, ORDER_FD = 3, 4, 5
+LAST_KEPT_FD = ORDER_FD
+
+
+class Nursery:
+    """What every child of the zygote starts from.
+
+    scratch: the private tmpfs with mount points (`root`, `l0`…, `proc`, `dev`, `disk`). control: where events are told
+    to the service. order: the socket that a newborn puts at `ORDER_FD`.
+    """
+
+    def __init__(self, state_dir: str, cgroups: Cgroups, control_fd: int) -> None:
+        """Takes `control_fd` over. For a new process, in which the fixed numbers are free or control_fd itself."""
+        self.state_dir = state_dir
+        self.scratch = f"{state_dir}/mnt"
+        self.cgroups = cgroups
+        self.seccomp = kernel.SeccompFilter(seccomp.build())
+        self.last_capability = kernel.last_capability()
+        high_fd = fcntl.fcntl(control_fd, fcntl.F_DUPFD_CLOEXEC, LAST_KEPT_FD + 1)
+        os.close(control_fd)
+        null_fd = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        for fd, number in ((high_fd, CONTROL_FD), (null_fd, NULL_FD)):
+            if fd != number:
+                os.dup2(fd, number, inheritable=False)
+                os.close(fd)
+        kind = (socket.AF_UNIX, socket.SOCK_SEQPACKET, 0)
+        self.control = socket.socket(*kind, fileno=CONTROL_FD)
+        os.dup2(CONTROL_FD, ORDER_FD, inheritable=False)
+        self.order = socket.socket(*kind, fileno=ORDER_FD)
+
+    def tell(self, event: str, launch: int, **facts: Any) -> None:
+        """One event about a launch, to the service. SystemExit when that is gone; its next one has its own zygote."""
+        try:
+            self.control.send(json.dumps({"event": event, "launch": launch, **facts}).encode())
+        except ConnectionError:
+            raise SystemExit(0) from None
+
+    def tell_failure(self, launch: int, error: BaseException) -> None:
+        self.tell(
+            "failed", launch, detail=f"{type(error).__name__}: {error}", errno=getattr(error, "errno", None)
+        )
