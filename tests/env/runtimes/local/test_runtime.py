@@ -135,7 +135,7 @@ async def test_the_death_of_the_agent_is_told_with_its_exit_code(runtime: LocalR
     await until(lambda: "one" in deaths, "the death is told")
     assert deaths["one"].reason is EndReason.AGENT_LOST
     assert deaths["one"].exit_code == -signal.SIGKILL
-    assert any("agent started" in line for line in deaths["one"].agent_log)
+    assert any("the agent is process" in line for line in deaths["one"].agent_log)
     with pytest.raises(AgentUnreachable):
         await runtime.channel("one")
     assert leftovers(runtime) == []
@@ -151,6 +151,68 @@ async def test_creation_goes_on_after_the_zygote_was_killed(runtime: LocalRuntim
     for sandbox_id in ("before", "after"):
         job, _ = await run(runtime, sandbox_id, ["/bin/true"])
         assert job["exit_code"] == 0
+
+
+async def test_creation_goes_on_after_midwives_were_killed_at_their_work(
+    runtime: LocalRuntime, image: str
+) -> None:
+    """What they were at is tried again by the service, or has failed and left nothing."""
+    made: list[str] = []
+    for number in range(4):
+        names = [f"box{number}-{n}" for n in range(6)]
+        creations = [asyncio.ensure_future(runtime.create(SandboxSpec(name, image))) for name in names]
+        await until(lambda wanted=set(names): any(runtime._cgroups.sandboxes() & wanted), "one is being made")
+        process = runtime._launcher.process
+        assert process is not None
+        midwives = [p for p in children(process.pid) if comm(p) == "orchard-midwife"]
+        assert midwives
+        os.kill(midwives[number % len(midwives)], signal.SIGKILL)
+        results = await asyncio.gather(*creations, return_exceptions=True)
+        for name, result in zip(names, results, strict=True):
+            if isinstance(result, BaseException):
+                assert isinstance(result, StartFailed)
+                assert result.retryable
+            else:
+                made.append(name)
+        assert runtime._cgroups.sandboxes() == set(made)
+        assert {entry.name for entry in os.scandir(runtime._state_dir / "sandboxes")} == set(made)
+    for name in made:
+        job, _ = await run(runtime, name, ["/bin/true"])
+        assert job["exit_code"] == 0
+
+
+def children(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def comm(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except FileNotFoundError:
+        return ""  # it has ended
+
+
+async def test_a_start_that_is_given_up_while_the_launcher_hangs_does_not_wait_for_it(
+    runtime: LocalRuntime, image: str
+) -> None:
+    process = runtime._launcher.process
+    assert process is not None
+    stopped = [process.pid, *children(process.pid)]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    start = asyncio.ensure_future(runtime.create(SandboxSpec("unwanted", image)))
+    await asyncio.sleep(0.1)
+    start.cancel()
+    async with asyncio.timeout(8):
+        await asyncio.wait((start,))
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
+    await runtime.create(SandboxSpec("wanted", image))
+    await until(lambda: runtime._cgroups.sandboxes() == {"wanted"}, "what came late is undone")
+    await until(
+        lambda: {e.name for e in os.scandir(runtime._state_dir / "sandboxes")} == {"wanted"},
+        "its directory is gone",
+    )
 
 
 async def test_a_second_runtime_adopts_the_living_and_clears_away_the_rest(

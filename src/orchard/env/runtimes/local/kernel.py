@@ -21,8 +21,9 @@ _libc = ctypes.PyDLL(None, use_errno=True)
 _syscall = _libc.syscall
 _syscall.restype = ctypes.c_long
 # Looked up here, once: a look-up in a newborn would cost it as much as the call.
-_setns, _unshare, _sethostname, _mount, _umount2, _prctl = (
+_setns, _unshare, _sethostname, _mount, _umount2, _prctl, _setrlimit = (
     _libc.setns, _libc.unshare, _libc.sethostname, _libc.mount, _libc.umount2, _libc.prctl,
+    _libc.setrlimit,
 )  # fmt: skip
 
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}.get(os.uname().machine, -1)
@@ -53,6 +54,8 @@ MOUNT_ATTR_NOEXEC = 0x8
 _MOUNT_ATTR_IDMAP = 0x00100000
 
 PROC_ATTRIBUTES = MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC
+
+_RLIMIT_CORE = 4
 
 MS_REC = 0x4000
 MS_PRIVATE = 1 << 18
@@ -179,6 +182,11 @@ def pivot_root_here() -> None:
     checked(_syscall(_PIVOT_ROOT, b".", b"."), "pivot_root")
     umount(".", MNT_DETACH)
     os.chdir("/")
+
+
+def no_core_dumps() -> None:
+    """For this process and all that descend from it."""
+    checked(_setrlimit(_RLIMIT_CORE, struct.pack("<2Q", 0, 0)), "setrlimit")
 
 
 def last_capability() -> int:

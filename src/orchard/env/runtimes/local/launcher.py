@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
+import logging
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +17,21 @@ from orchard.env.errors import RuntimeRefused
 from orchard.env.runtimes.base import StartFailed
 from orchard.env.runtimes.local.spec import REQUEST, LaunchSpec
 
+_log = logging.getLogger(__name__)
 _ZYGOTE_START_S = 30.0
 #: Nothing of the service's own; symbols bound at start are bound for all sandboxes at once.
 _ENVIRONMENT = {"LD_BIND_NOW": "1"}
 _LAST_WORD_S = 1.0
 _FULL_RETRY_S = 0.005
+_LOCK_POLL_S = 0.005
 _MAX_MESSAGE = 1 << 16
 
 
 class Launch:
     """One sandbox on its way: what the zygote and the newborn have told so far.
 
-    forked: its pid. failed: `{detail, errno?, retryable?}`. exited: the exit code of its agent, or minus the signal.
+    delivered: its pid, once all that belongs to it is made. failed: `{detail, errno?, retryable?}`. exited: the exit
+    code of its agent, or minus the signal.
     """
 
     def __init__(self, number: int, slot: int) -> None:
@@ -33,26 +39,26 @@ class Launch:
         self.number = number
         self.slot = slot
         self.asked = False
-        self.forked: asyncio.Future[int] = loop.create_future()
+        self.delivered: asyncio.Future[int] = loop.create_future()
         self.failed: asyncio.Future[dict[str, Any]] = loop.create_future()
         self.exited: asyncio.Future[int] = loop.create_future()
 
     @property
     def pid(self) -> int | None:
-        return self.forked.result() if self.forked.done() else None
+        return self.delivered.result() if self.delivered.done() else None
 
     @property
     def answered(self) -> bool:
-        """The zygote has dealt with it, or is gone."""
-        return self.forked.done() or self.failed.done()
+        """It has been dealt with, or the zygote is gone: nothing more will be made of it."""
+        return self.delivered.done() or self.failed.done()
 
-    async def until_forked(self) -> int:
+    async def until_delivered(self) -> int:
         """Its pid. Raises `StartFailed`."""
-        if not self.forked.done():
-            await asyncio.wait((self.forked, self.failed), return_when=asyncio.FIRST_COMPLETED)
-        if not self.forked.done():
+        if not self.delivered.done():
+            await asyncio.wait((self.delivered, self.failed), return_when=asyncio.FIRST_COMPLETED)
+        if not self.delivered.done():
             raise self.failure()
-        return self.forked.result()
+        return self.delivered.result()
 
     async def last_word(self) -> None:
         """After its channel broke: the newborn's own word on why, or its exit, comes in a moment.
@@ -73,8 +79,8 @@ class Launch:
             if not self.exited.done():
                 self.exited.set_result(message["code"])
             event, message = "failed", {"detail": f"the agent exited with {message['code']} while starting"}
-        if event == "forked" and not self.forked.done():
-            self.forked.set_result(message["pid"])
+        if event == "delivered" and not self.delivered.done():
+            self.delivered.set_result(message["pid"])
         elif event == "failed" and not self.failed.done():
             self.failed.set_result(message)
 
@@ -202,7 +208,10 @@ class Launcher:
                 ready.set_exception(RuntimeRefused(detail))
             return
         launch = self._launches.get(message["launch"])
-        if launch is not None:
+        if launch is None:
+            if event == "failed":
+                _log.warning("a process for a sandbox to come failed: %s", message["detail"])
+        else:
             launch.tell(event, message)
             if event == "exit":
                 self.forget(launch)
@@ -217,6 +226,30 @@ class Launcher:
         launches, self._launches = self._launches, {}
         for launch in launches.values():
             launch.tell("failed", {"detail": "the sandbox launcher ended", "retryable": True})
+
+    async def settled(self, launch: Launch, patience_s: float) -> None:
+        """Wait until nothing more can be made of a launch, at most `patience_s`: it was dealt with, or the processes
+        of a zygote that ended meanwhile are gone too."""
+        deadline = asyncio.get_running_loop().time() + patience_s
+        if not launch.answered:
+            await asyncio.wait(
+                (launch.delivered, launch.failed), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        if not self.alive:
+            await asyncio.to_thread(self._wait_unlocked, deadline - asyncio.get_running_loop().time())
+
+    def _wait_unlocked(self, patience_s: float) -> None:
+        """Wait until no process of an earlier zygote is left that makes sandboxes."""
+        deadline = time.monotonic() + patience_s
+        with (self._state_dir / "zygote.lock").open("rb") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        return
+                    time.sleep(_LOCK_POLL_S)
 
     def _drop_control(self) -> None:
         if self._control is not None:

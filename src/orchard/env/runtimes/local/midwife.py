@@ -86,7 +86,7 @@ class Midwife:
                 _finish_proc(f"{self._nursery.scratch}/proc")
                 build_tree(self._nursery.scratch, home, spec, embryo.userns_fd)
             finally:
-                kernel.setns(self._home_fd, _ENTERED)
+                self._come_home()
             told = {
                 "launch": REQUEST.unpack_from(request)[1],
                 "token": token,
@@ -99,6 +99,13 @@ class Midwife:
         finally:
             for fd in opened:
                 os.close(fd)
+
+    def _come_home(self) -> None:
+        """Leave the newborn's namespaces; never go on from within."""
+        try:
+            kernel.setns(self._home_fd, _ENTERED)
+        except OSError:
+            os._exit(70)  # the zygote has ended, and with it what midwives are for
 
     def _settle(self, spec: LaunchSpec, home: str, token: str, pid: int, opened: list[int]) -> list[str]:
         """Take the names by which the service finds this sandbox: its directory and its control groups.
@@ -181,6 +188,7 @@ def _serve_one(nursery: Nursery, midwife: Midwife, data: bytes, fds: list[int]) 
     embryo = Embryo(_PID.unpack_from(data)[0], fds[1], order, fds[2])
     try:
         midwife.deliver(request, embryo, fds[3], fds[4] if len(fds) > 4 else -1)
+        nursery.tell("delivered", REQUEST.unpack_from(request)[1], pid=embryo.pid)
     except Exception as error:
         nursery.tell_failure(REQUEST.unpack_from(request)[1], error)
     finally:

@@ -48,6 +48,8 @@ def be_born(nursery: Nursery, order_fd: int) -> None:
             told = json.loads(data)
             launch = told["launch"]
             wake(nursery, told, fds, score_fd).run()
+    except ConnectionError:
+        os._exit(0)  # nobody waits for it any more
     except BaseException as error:
         try:
             nursery.tell_failure(launch, error)

@@ -55,6 +55,9 @@ class Nursery:
             raise SystemExit(0) from None
 
     def tell_failure(self, launch: int, error: BaseException) -> None:
+        # Another process was gone: killed, or the whole zygote is. The next attempt has others.
+        lost = isinstance(error, (ProcessLookupError, ConnectionError))
         self.tell(
-            "failed", launch, detail=f"{type(error).__name__}: {error}", errno=getattr(error, "errno", None)
-        )
+            "failed", launch, detail=f"{type(error).__name__}: {error}", errno=getattr(error, "errno", None),
+            retryable=lost,
+        )  # fmt: skip

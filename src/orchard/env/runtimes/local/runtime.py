@@ -29,6 +29,8 @@ from orchard.env.runtimes.local.spec import MAX_SLOTS, LaunchSpec, NetworkSpec
 _AGENT_START_S = 30.0
 _ADOPT_TIMEOUT_S = 10.0
 _DEATH_PATIENCE_S = 10.0
+#: How long a sandbox that is not wanted any more waits for the zygote to have dealt with its request.
+_SETTLE_PATIENCE_S = 2.0
 
 
 @dataclass
@@ -150,12 +152,8 @@ class LocalRuntime:
         and the newborn to be gone, else they would make anew what was just removed."""
 
         async def abandon() -> None:
-            if launch.asked and self._launcher.alive and not launch.forked.done():
-                await asyncio.wait(
-                    (launch.forked, launch.failed),
-                    timeout=_AGENT_START_S,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
+            if launch.asked:
+                await self._launcher.settled(launch, _SETTLE_PATIENCE_S)
             await _kill_newborn(launch)
             await self._remove(sandbox_id)
             if launch.asked and not launch.answered:
@@ -165,7 +163,7 @@ class LocalRuntime:
 
     async def _undo_late(self, sandbox_id: str, launch: Launch) -> None:
         """The zygote hung and was not waited for: should it get to the request after all, that is undone."""
-        await asyncio.wait((launch.forked, launch.failed), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((launch.delivered, launch.failed), return_when=asyncio.FIRST_COMPLETED)
         await _kill_newborn(launch)
         self._launcher.forget(launch)
         if sandbox_id not in self._handles:
@@ -197,7 +195,7 @@ class LocalRuntime:
                 channel = await self._ask(handle, launch, _launch_spec(spec, image, launch, network))
                 try:
                     if network is not None:
-                        pid = await launch.until_forked()
+                        pid = await launch.until_delivered()
                         await asyncio.to_thread(self._network.attach, handle.slot, pid)
                         await self._launcher.go(launch)
                     # What its commands start from. The agent finds it waiting.
@@ -211,7 +209,7 @@ class LocalRuntime:
                     if isinstance(error, AgentUnreachable):
                         await launch.last_word()
                     raise
-                handle.state["pid"] = await launch.until_forked()
+                handle.state["pid"] = await launch.until_delivered()
                 handle.channel = channel
         except TimeoutError:
             what = f"no answer from the agent within {_AGENT_START_S:g} s"

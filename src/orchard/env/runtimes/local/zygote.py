@@ -253,7 +253,6 @@ class Zygote:
                 go_read, self._go_fds[launch] = os.pipe2(os.O_CLOEXEC)
             midwife.hand_over(self._requests, data, embryo, channel_fd, go_read)
             self._launches[embryo.pid] = launch
-            self._nursery.tell("forked", launch, pid=embryo.pid)
         finally:
             embryo.close()
             if go_read >= 0:
@@ -311,6 +310,7 @@ def hide_command_line(title: bytes) -> None:
 
 def main() -> None:
     default_signals()
+    kernel.no_core_dumps()
     options = json.loads(sys.argv[1])
     cgroups = Cgroups.detect(options["instance"])
     nursery = Nursery(options["state_dir"], cgroups, options["control_fd"])
