@@ -26,6 +26,8 @@ _setns, _unshare, _sethostname, _mount, _umount2, _prctl, _setrlimit = (
     _libc.setrlimit,
 )  # fmt: skip
 
+madvise = _libc.madvise
+
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}.get(os.uname().machine, -1)
 _CAPSET = {"x86_64": 126, "aarch64": 91}.get(os.uname().machine, -1)
 _SECCOMP = {"x86_64": 317, "aarch64": 277}.get(os.uname().machine, -1)

@@ -23,10 +23,12 @@ from orchard.env.runtimes.local.etc import write_etc_files
 from orchard.env.runtimes.local.interfaces import bring_up_interface
 from orchard.env.runtimes.local.midwife import MAX_ORDER_BYTES
 from orchard.env.runtimes.local.nursery import LAST_KEPT_FD, NULL_FD, ORDER_FD
+from orchard.env.runtimes.local.prefault import give_pages
 from orchard.env.runtimes.local.spec import NetworkSpec
 
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Any
 
     from orchard.env.runtimes.local.nursery import Nursery
@@ -37,11 +39,15 @@ KEPT_CAPABILITIES = frozenset((
 ))  # fmt: skip
 
 
-def be_born(nursery: Nursery, order_fd: int) -> None:
-    """In a newly forked process: wait for the order, then become the sandbox that it asks for. Never returns."""
+def be_born(nursery: Nursery, order_fd: int, pages: Sequence[tuple[int, int]]) -> None:
+    """In a newly forked process: wait for the order, then become the sandbox that it asks for. Never returns.
+
+    pages: what it may take its time for now, to have it ready later.
+    """
     launch = 0
     try:
         score_fd = prepare(nursery, order_fd)
+        give_pages(pages)
         data, fds = receive_fds(nursery.order, MAX_ORDER_BYTES)
         nursery.order.close()
         if data:  # else the zygote is gone, or the midwife could not deliver

@@ -26,6 +26,7 @@ import signal
 import socket
 import stat
 import sys
+import time
 from collections import deque
 
 from orchard.env.agent import server
@@ -36,12 +37,13 @@ from orchard.env.runtimes.local.descriptors import receive_fds
 from orchard.env.runtimes.local.midwife import MAX_ORDER_BYTES, Embryo
 from orchard.env.runtimes.local.newborn import be_born
 from orchard.env.runtimes.local.nursery import Nursery
+from orchard.env.runtimes.local.prefault import written_pages
 from orchard.env.runtimes.local.rehearsal import rehearse
 from orchard.env.runtimes.local.spec import REQUEST, UIDS_PER_SANDBOX, base_uid
 
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
 if TYPE_CHECKING:
-    pass
+    from collections.abc import Sequence
 
 _PRELOADED = (encodings.ascii, encodings.latin_1, encodings.utf_8, server)
 _MAX_LAYERS = 128
@@ -50,6 +52,8 @@ _KEPT_USERNS = 1024
 #: Processes forked ahead. Milliseconds without a request after which a moment counts as idle.
 _PREPARED_EMBRYOS = 4
 _CONCEIVED_TOGETHER = 3
+#: A newborn has then long become an agent.
+_LEARN_AFTER_S = 0.3
 _MIDWIVES = 2
 _EMBRYO_IDLE_MS = 2
 _USERNS_IDLE_MS = 25
@@ -131,6 +135,9 @@ class Zygote:
         self._userns = UserNamespaces()
         self._embryos: deque[Embryo] = deque()
         self._midwives: set[int] = set()
+        # What newborns write to, once known; the one to learn it from, and when it was asked for.
+        self._written: list[tuple[int, int]] | None = None
+        self._launched: tuple[int, float] | None = None
         self._launches: dict[int, int] = {}
         self._go_fds: dict[int, int] = {}
 
@@ -199,13 +206,17 @@ class Zygote:
         """How long nothing must be asked for before something is prepared; None when all is."""
         if len(self._embryos) < _PREPARED_EMBRYOS:
             return _EMBRYO_IDLE_MS
-        return _USERNS_IDLE_MS if len(self._userns) < _KEPT_USERNS else None
+        return _USERNS_IDLE_MS if len(self._userns) < _KEPT_USERNS or self._launched else None
 
     def _prepare_one(self) -> None:
         """Use an idle moment: a sandbox that is asked for later starts that much sooner."""
         if len(self._embryos) < _PREPARED_EMBRYOS:
-            self._embryos.append(self._conceive())
-        else:
+            self._embryos.append(self._conceive(self._written or ()))
+        elif (
+            self._written is None and self._launched and time.monotonic() > self._launched[1] + _LEARN_AFTER_S
+        ):
+            self._learn(self._launched[0])
+        elif len(self._userns) < _KEPT_USERNS:
             self._userns.prepare_one()
 
     def _request(self) -> bool:
@@ -253,6 +264,8 @@ class Zygote:
                 go_read, self._go_fds[launch] = os.pipe2(os.O_CLOEXEC)
             midwife.hand_over(self._requests, data, embryo, channel_fd, go_read)
             self._launches[embryo.pid] = launch
+            if self._written is None and self._launched is None:
+                self._launched = embryo.pid, time.monotonic()
         finally:
             embryo.close()
             if go_read >= 0:
@@ -260,12 +273,21 @@ class Zygote:
             if not kept:
                 os.close(userns_fd)
 
-    def _conceive(self) -> Embryo:
-        """Fork a process in namespaces of its own that waits to be told which sandbox it is to be."""
+    def _learn(self, pid: int) -> None:
+        """See what a newborn writes to: those to come can have it ready."""
+        self._launched = None
+        try:
+            self._written = written_pages(pid)
+        except OSError:
+            return  # it has ended; the next one will do
+
+    def _conceive(self, pages: Sequence[tuple[int, int]] = ()) -> Embryo:
+        """Fork a process in namespaces of its own that waits to be told which sandbox it is to be, and meanwhile makes
+        `pages` its own."""
         ours, theirs = _socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid, pidfd = kernel.clone3(_NAMESPACES)
         if pid == 0:
-            be_born(self._nursery, theirs.fileno())
+            be_born(self._nursery, theirs.fileno(), pages)
         theirs.close()
         return Embryo(pid, pidfd, ours)
 
