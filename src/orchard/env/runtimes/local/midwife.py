@@ -79,14 +79,6 @@ class Midwife:
             groups = self._settle(spec, home, token, embryo.pid, opened)
             if not embryo.order.recv(1):
                 raise OSError("the newborn ended before it was delivered")
-            kernel.setns(embryo.pidfd, _ENTERED)
-            try:
-                kernel.sethostname(spec.sandbox_id)
-                bring_up_loopback()
-                _finish_proc(f"{self._nursery.scratch}/proc")
-                build_tree(self._nursery.scratch, home, spec, embryo.userns_fd)
-            finally:
-                self._come_home()
             told = {
                 "launch": REQUEST.unpack_from(request)[1],
                 "token": token,
@@ -96,9 +88,23 @@ class Midwife:
             }
             fds = [channel_fd, embryo.userns_fd, go_fd if go_fd >= 0 else NULL_FD, *opened]
             send_fds(embryo.order, json.dumps(told).encode(), fds)
+            # While it enters its user namespace and gives up its rights, on another core.
+            self._build(home, spec, embryo)
+            embryo.order.send(b"1")
         finally:
             for fd in opened:
                 os.close(fd)
+
+    def _build(self, home: str, spec: LaunchSpec, embryo: Embryo) -> None:
+        """Make the newborn's host name, loopback interface and file tree, in its namespaces."""
+        kernel.setns(embryo.pidfd, _ENTERED)
+        try:
+            kernel.sethostname(spec.sandbox_id)
+            bring_up_loopback()
+            _finish_proc(f"{self._nursery.scratch}/proc")
+            build_tree(self._nursery.scratch, home, spec, embryo.userns_fd)
+        finally:
+            self._come_home()
 
     def _come_home(self) -> None:
         """Leave the newborn's namespaces; never go on from within."""

@@ -49,7 +49,6 @@ def be_born(nursery: Nursery, order_fd: int, pages: Sequence[tuple[int, int]]) -
         score_fd = prepare(nursery, order_fd)
         give_pages(pages)
         data, fds = receive_fds(nursery.order, MAX_ORDER_BYTES)
-        nursery.order.close()
         if data:  # else the zygote is gone, or the midwife could not deliver
             told = json.loads(data)
             launch = told["launch"]
@@ -94,12 +93,15 @@ def wake(nursery: Nursery, told: dict[str, Any], fds: list[int], score_fd: int) 
         bring_up_interface(network)
     os.close(go_fd)
     enter_user_namespace(userns_fd)
-    write_etc_files(told["sandbox_id"], network)
     kernel.limit_capabilities(KEPT_CAPABILITIES, nursery.last_capability)
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
     nursery.seccomp.install()
+    if not nursery.order.recv(1):
+        os._exit(0)  # its tree could not be made
+    nursery.order.close()
     os.close(nursery.control.detach())
+    write_etc_files(told["sandbox_id"], network)
     # What was there before the birth is frozen; what an agent makes has few cycles.
     gc.set_threshold(20_000, 20, 100)
     gc.enable()

@@ -19,6 +19,7 @@ from orchard.env.agent.wire import FrameReader, frame
 from orchard.env.runtimes.local import kernel, newborn
 from orchard.env.runtimes.local.descriptors import receive_fds
 from orchard.env.runtimes.local.midwife import MAX_ORDER_BYTES, Embryo, Midwife
+from orchard.env.runtimes.local.nursery import CONTROL_FD, ORDER_FD
 from orchard.env.runtimes.local.spec import REQUEST, LaunchSpec
 
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
@@ -60,7 +61,7 @@ def rehearse(nursery: Nursery, userns_fd: int) -> None:
         for _ in range(_BIRTHS):
             with _Undone(stage):
                 _live(stage, spec, userns_fd)
-    except ZeroDivisionError:
+    except OSError:
         return
 
 
@@ -86,6 +87,8 @@ def _live(stage: Nursery, spec: LaunchSpec, userns_fd: int) -> None:
     order, midwifes = _socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     service, agents = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     stage.control, events = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    os.dup2(stage.control.fileno(), ORDER_FD, inheritable=False)
+    stage.order = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fileno=ORDER_FD)
     midwife = Midwife(stage, os.getpid())
     embryo = Embryo(os.getpid(), os.pidfd_open(os.getpid()), midwifes, userns_fd)
     mutes = _mute()
@@ -107,6 +110,7 @@ def _live(stage: Nursery, spec: LaunchSpec, userns_fd: int) -> None:
     finally:
         service.close()
         _bury(agent, fds[3])
+        os.dup2(CONTROL_FD, ORDER_FD, inheritable=False)  # so that the number stays taken
 
 
 def _command(agent: Agent, service: socket.socket) -> None:
