@@ -30,11 +30,11 @@ COMMANDS: tuple[tuple[str | list[str], str], ...] = (
 
 
 async def create(connection: Connection) -> str:
-    """A ready sandbox's id: POST, then a server-side wait."""
-    sandbox_id: str = (await connection.json("POST", "/sandboxes", SANDBOX))["sandbox_id"]
-    answer = await connection.json("GET", f"/sandboxes/{sandbox_id}/wait?timeout=120")
+    """A ready sandbox's id."""
+    answer = await connection.json("POST", "/sandboxes?wait=120", SANDBOX)
     if answer["status"] != "ready":
         raise BenchError(f"sandbox is {answer['status']}: {answer.get('status_message')}")
+    sandbox_id: str = answer["sandbox_id"]
     return sandbox_id
 
 

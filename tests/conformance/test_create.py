@@ -157,6 +157,27 @@ def test_simultaneous_creates_with_one_id_and_different_bodies_make_one(rest: Re
     Box(rest, sandbox_id).delete()
 
 
+def test_creation_may_wait_until_it_is_ready(rest: Rest, images: Images) -> None:
+    info = rest.post("/sandboxes", {"image": images.busybox}, wait=60).expect()
+    box = Box(rest, info["sandbox_id"])
+    assert (info["status"], info["ready"]) == ("ready", True)
+    assert box.run("true")["exit_code"] == 0
+    box.delete()
+
+
+def test_a_creation_that_waits_tells_why_it_failed(rest: Rest) -> None:
+    info = rest.post("/sandboxes", {"image": "no-such-image:1"}, wait=60).expect()
+    assert (info["status"], info["ready"], info["reason"]) == ("failed", False, "image_not_found")
+
+
+@pytest.mark.parametrize("wait", ["-1", "0", "nan", "soon", ""])
+def test_a_wait_that_is_no_time_is_refused_and_nothing_made(rest: Rest, images: Images, wait: str) -> None:
+    name = new_id("never")
+    answer = rest.post("/sandboxes", {"image": images.busybox, "sandbox_id": name}, wait=wait)
+    assert (answer.status, answer.code) == (422, "invalid_request")
+    assert rest.get(f"/sandboxes/{name}").status == 404
+
+
 # -- failure
 
 

@@ -125,6 +125,18 @@ def test_commands_on_a_pending_sandbox_are_refused_as_not_ready(
     assert (answer.status, answer.code, answer.json["retryable"]) == (409, "sandbox_not_ready", True)
 
 
+def test_a_creation_that_waits_answers_in_its_time_with_where_it_stands(
+    narrow: Service, held: Callable[[], None]
+) -> None:
+    starting(narrow, ALICE)
+    watch = Stopwatch()
+    info = narrow.rest.post("/sandboxes", {"image": IMAGE}, wait=0.3).expect()
+    assert (info["status"], info["queue_position"]) == ("pending", 0)
+    assert watch.seconds >= 0.3
+    held()
+    Box(narrow.rest, info["sandbox_id"]).wait_ready()
+
+
 def test_waiting_for_a_pending_sandbox_ends_with_408(narrow: Service, held: Callable[[], None]) -> None:
     box = starting(narrow, ALICE)
     answer = narrow.rest.get(f"{box.path}/wait", timeout=0.3)

@@ -78,9 +78,9 @@ def path_of(*segments: str) -> str:
     return "".join("/" + quote(segment, safe="") for segment in segments)
 
 
-def wait_query(slice_s: float) -> Query:
+def wait_query(slice_s: float, name: str = "timeout") -> Query:
     """The query of a server-side wait; the service takes no time of zero."""
-    return [("timeout", f"{max(slice_s, 0.001):.3f}")]
+    return [(name, f"{max(slice_s, 0.001):.3f}")]
 
 
 def build(model: type[Answer], **fields: Any) -> Answer:

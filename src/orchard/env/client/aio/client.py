@@ -16,7 +16,7 @@ from orchard.env.client.aio.sandbox import AsyncSandbox
 from orchard.env.client.exits import OwnedSandboxes
 from orchard.env.client.results import JobResult
 from orchard.env.client.settings import ClientSettings
-from orchard.env.client.transport import Transport, build, encode, path_of
+from orchard.env.client.transport import Transport, build, encode, path_of, wait_query
 from orchard.env.contract import (
     BatchCreate,
     BatchResult,
@@ -133,10 +133,19 @@ class AsyncSandboxClient:
         )
         mine = sandbox_id is None and idempotency_key is None
         with_id = [str(request.sandbox_id)] if mine else []
+        # The first part of a wait comes with the request: mostly there is no second.
+        slice_s = self._transport.settings.wait_slice_s if wait else 0.0
         async with self._discarding(with_id, unless=_was_refused):
-            info = await self._transport.call("POST", "/sandboxes", SandboxInfo, body=encode(request))
+            info = await self._transport.call(
+                "POST",
+                "/sandboxes",
+                SandboxInfo,
+                body=encode(request),
+                query=wait_query(slice_s, "wait") if wait else (),
+                silence_s=slice_s + self._transport.settings.request_timeout_s,
+            )
         sandbox = self._adopt(info)
-        if wait:
+        if wait and not info.ready:
             async with self._discarding(with_id, unless=_has_ended):
                 await sandbox.wait_ready()
         return sandbox

@@ -32,7 +32,7 @@ class LeanRoute(APIRoute):
     """A FastAPI route without FastAPI's work per request, where its handler allows that.
 
     It is documented like any other. But a handler whose parameters are the `Request`, path parameters as text, at
-    most one JSON body and a `timeout` in the query is called directly: its body is validated from the bytes, its
+    most one JSON body and seconds to wait in the query is called directly: its body is validated from the bytes, its
     answer is sent as it is. That takes 70 µs off every request, a third of what a command costs the service.
     Handlers with other parameters run as usual.
     """
@@ -49,15 +49,15 @@ def _direct(endpoint: Callable[..., Awaitable[Response]], path_names: set[str]) 
     body_name: str | None = None
     body_model: type[BaseModel] | None = None
     request_name: str | None = None
-    takes_timeout = False
+    seconds_name = ""
     for name, parameter in inspect.signature(endpoint, eval_str=True).parameters.items():
         kind = parameter.annotation
         if kind is Request:
             request_name = name
         elif isinstance(kind, type) and issubclass(kind, BaseModel) and body_model is None:
             body_name, body_model = name, kind
-        elif name == "timeout" and kind == Seconds | None:
-            takes_timeout = True
+        elif kind == Seconds | None and not seconds_name:
+            seconds_name = name
         elif name not in path_names or kind is not str:
             return None
 
@@ -67,8 +67,8 @@ def _direct(endpoint: Callable[..., Awaitable[Response]], path_names: set[str]) 
         arguments: dict[str, Any] = dict(scope["path_params"])
         if request_name is not None:
             arguments[request_name] = Request(scope, receive)
-        if takes_timeout and scope["query_string"]:
-            arguments["timeout"] = _timeout(scope["query_string"])
+        if seconds_name and scope["query_string"]:
+            arguments[seconds_name] = _seconds(scope["query_string"], seconds_name)
         if body_model is not None and body_name is not None:
             body = await read_body(scope, receive, limit)
             try:
@@ -81,12 +81,12 @@ def _direct(endpoint: Callable[..., Awaitable[Response]], path_names: set[str]) 
     return app
 
 
-def _timeout(query: bytes) -> float | None:
-    text = dict(parse_qsl(query.decode("latin-1"), keep_blank_values=True)).get("timeout")
+def _seconds(query: bytes, name: str) -> float | None:
+    text = dict(parse_qsl(query.decode("latin-1"), keep_blank_values=True)).get(name)
     try:
         return None if text is None else _SECONDS.validate_python(text)
     except ValidationError as error:
-        raise InvalidRequest(f"timeout: {error.errors()[0]['msg']}") from None
+        raise InvalidRequest(f"{name}: {error.errors()[0]['msg']}") from None
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int = MAX_BODY_BYTES) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Annotated, Any
 
 from fastapi import Query
@@ -28,7 +29,7 @@ from orchard.env.contract import (
     SandboxStatus,
     Seconds,
 )
-from orchard.env.errors import InvalidRequest, OrchardError
+from orchard.env.errors import InvalidRequest, OrchardError, SandboxTimeout
 from orchard.env.orchestrator.auth import Principal
 from orchard.env.orchestrator.catalog import parse_labels
 from orchard.env.orchestrator.logging import request_id
@@ -58,11 +59,15 @@ async def execute(request: Request, sandbox_id: str, body: ExecRequest) -> Respo
 @routes.post(
     "/sandboxes", response_model=SandboxInfo, responses=errors(403, 409, 413, 429), summary="Create a sandbox"
 )
-async def create(request: Request, body: CreateSandbox) -> Response:
-    """Answers at once, with status `pending`; GET …/wait tells when it is ready. The same `sandbox_id` or
-    `idempotency_key` with the same body is the same sandbox; with another body it is a 409."""
+async def create(request: Request, body: CreateSandbox, wait: Seconds | None = None) -> Response:
+    """Answers at once, with status `pending`; GET …/wait tells when it is ready. With `wait`, a number of seconds, it
+    answers when the sandbox is ready or has failed to start, or when they are over, with what it is then. The same
+    `sandbox_id` or `idempotency_key` with the same body is the same sandbox; with another body it is a 409."""
     service = orchestrator(request)
     sandbox = await service.lifecycle.create(principal(request), body)
+    if wait is not None:
+        with suppress(SandboxTimeout):
+            await service.lifecycle.wait_ready(sandbox, wait)
     return json_of(service.describe(sandbox))
 
 
