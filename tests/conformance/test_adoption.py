@@ -77,6 +77,10 @@ def _prepare(now: Before) -> None:
     now.create("killable")
     now.jobs["killable"] = now.boxes["killable"].running("setsid sleep 351.5 & sleep 351.5")
     now.create("expiring", ttl_seconds=14)
+    now.create("leased", heartbeat_timeout=2)
+    now.jobs["leased"] = now.boxes["leased"].running("sleep 12; echo kept")
+    now.create("in the background", heartbeat_timeout=2)
+    now.boxes["in the background"].start("sleep 600", background=True)
     now.create("busy")
     now.create("queueing")
     now.create("ending")
@@ -130,6 +134,14 @@ def test_a_sandbox_that_died_meanwhile_has_a_death_record(before: Before) -> Non
     answer = before.box("doomed").post_exec("true")
     assert (answer.status, answer.code) == (404, "sandbox_dead")
     assert answer.json["reason"] in ("agent_lost", "runtime_error")
+
+
+def test_a_command_that_was_adopted_keeps_the_lease_as_it_did(before: Before) -> None:
+    job = before.rest.wait_job(before.jobs["leased"])
+    assert (job["status"], job["stdout"]) == ("succeeded", "kept\n")
+    path = before.boxes["in the background"].path
+    end = eventually(lambda: (a := before.rest.get(path)).status == 404 and a.json, "its lease ends")
+    assert end["reason"] == "heartbeat"
 
 
 def test_a_deleted_sandbox_is_still_known_as_deleted(before: Before) -> None:

@@ -61,6 +61,22 @@ def test_a_spooled_window_keeps_the_same(spool: Spool, pieces: list[bytes], cap:
         spooled.release()
 
 
+def test_a_full_spool_keeps_what_is_there_and_has_room_again_when_that_is_released(tmp_path: Path) -> None:
+    folder_fd = os.open(tmp_path, os.O_PATH | os.O_DIRECTORY)
+    spool = Spool(folder_fd, cap_bytes=1 << 20)
+    first, second, third = (OutputWindow(1 << 20, spool) for _ in range(3))
+    first.write(b"a" * 700_000)
+    second.write(b"b" * 300_000)
+    second.write(b"b" * 300_000)
+    assert (first.value(), first.truncated) == (b"a" * 700_000, False)
+    assert (second.value(), second.total, second.truncated) == (b"b" * 300_000, 600_000, True)
+    first.release()
+    second.release()
+    third.write(b"c" * 1_000_000)
+    assert (third.value(), third.truncated) == (b"c" * 1_000_000, False)
+    os.close(folder_fd)
+
+
 def test_regions_of_the_spool_do_not_mix_and_their_space_is_given_back(spool: Spool, tmp_path: Path) -> None:
     first, second = OutputWindow(1 << 20, spool), OutputWindow(1 << 20, spool)
     for _ in range(30):

@@ -192,4 +192,5 @@ class Job:
     def listing(self) -> dict[str, Any]:
         """The wire form in a list: with the command, without output."""
         record, _ = self.record()
-        return {**record, "command": self.spec.command, "stdout_size": 0, "stderr_size": 0}
+        return {**record, "command": self.spec.command, "background": self.spec.background,
+                "stdout_size": 0, "stderr_size": 0}  # fmt: skip

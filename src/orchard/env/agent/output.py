@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 from orchard.env.agent import syscalls
 
 #: What a window holds in memory; more goes to the spool. The agent's memory is not the sandbox's.
 _MEMORY_BYTES = 256 << 10
+_SPOOL_BYTES = 1 << 30
 
 
 class Spool:
     """A sparse file on the machine's disk in which windows have regions; made when the first one needs it.
 
-    folder_fd: the sandbox's own directory on the machine, opened before the image was visible.
+    folder_fd: the sandbox's own directory on the machine, opened before the image was visible. cap_bytes: of all
+    regions together, so that commands side by side cannot fill the machine's disk.
     """
 
-    def __init__(self, folder_fd: int) -> None:
+    def __init__(self, folder_fd: int, cap_bytes: int = _SPOOL_BYTES) -> None:
         self._folder_fd = folder_fd
+        self._cap_bytes = cap_bytes
+        self._used_bytes = 0
         self._fd = -1
         self._end = 0
 
@@ -29,6 +34,12 @@ class Spool:
         offset, self._end = self._end, self._end + size_bytes
         return offset
 
+    def claim(self, size_bytes: int) -> None:
+        """Count bytes that a region is about to hold more than before. Raises OSError when the spool is full."""
+        if self._used_bytes + size_bytes > self._cap_bytes:
+            raise OSError(errno.EDQUOT, "the output of the sandbox's commands fills its spool")
+        self._used_bytes += size_bytes
+
     def write(self, offset: int, data: bytes | memoryview) -> None:
         while data:
             written = os.pwrite(self._fd, data, offset)
@@ -38,8 +49,9 @@ class Spool:
     def read(self, offset: int, size_bytes: int) -> bytes:
         return os.pread(self._fd, size_bytes, offset)
 
-    def release(self, offset: int, size_bytes: int) -> None:
+    def release(self, offset: int, size_bytes: int, claimed_bytes: int) -> None:
         """Give the disk space of a region back."""
+        self._used_bytes -= claimed_bytes
         syscalls.punch_hole(self._fd, offset, size_bytes)
 
 
@@ -49,7 +61,18 @@ class OutputWindow:
     `total` counts every byte. In memory are at most twice `cap_bytes` or 256 KiB, whichever is less.
     """
 
-    __slots__ = ("_cap", "_head", "_head_cap", "_lost_at", "_offset", "_spool", "_tail", "_tail_cap", "total")
+    __slots__ = (
+        "_cap",
+        "_claimed",
+        "_head",
+        "_head_cap",
+        "_lost_at",
+        "_offset",
+        "_spool",
+        "_tail",
+        "_tail_cap",
+        "total",
+    )
 
     def __init__(self, cap_bytes: int, spool: Spool | None = None) -> None:
         self.total = 0
@@ -60,6 +83,7 @@ class OutputWindow:
         self._tail = bytearray()
         self._spool = spool if cap_bytes > _MEMORY_BYTES else None
         self._offset = -1
+        self._claimed = 0
         self._lost_at = -1
 
     def write(self, data: bytes | memoryview) -> None:
@@ -95,6 +119,10 @@ class OutputWindow:
             self._head += data
             return
         try:
+            grown = min(self.total, self._cap) - self._claimed
+            if grown:
+                spool.claim(grown)
+                self._claimed += grown
             if self._offset < 0:
                 offset = spool.reserve(self._cap)
                 spool.write(offset, bytes(self._head))
@@ -102,7 +130,7 @@ class OutputWindow:
                 self._head = bytearray()
             self._write_region(spool, at, data)
         except OSError:
-            # The machine's disk is full: what is there is kept, the rest is counted and told as truncated.
+            # The disk or the spool is full: what is there is kept, the rest is counted and told as truncated.
             self._lost_at = at
 
     def _write_region(self, spool: Spool, at: int, data: bytes | memoryview) -> None:
@@ -160,7 +188,7 @@ class OutputWindow:
     def release(self) -> None:
         """The value is not needed any more."""
         if self._offset >= 0 and self._spool is not None:
-            self._spool.release(self._offset, self._cap)
+            self._spool.release(self._offset, self._cap, self._claimed)
             self._offset = -1
         self._head = bytearray()
         self._tail = bytearray()

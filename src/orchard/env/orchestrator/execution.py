@@ -324,6 +324,9 @@ class Execution:
                 continue
             job = LiveJob(job_id, sandbox, answer["command"], digests.pop(job_id, ""), answer["created_at"])
             job.acknowledged = True
+            job.keeps_lease = not answer.get("background")
+            if job.keeps_lease:
+                self._lifecycle.hold(sandbox)
             self._table.add(job)
             self._spawn(self._follow(job, None))
         for record in known:
