@@ -30,10 +30,11 @@ Operations (→ answer fields; `+ payload` marks raw bytes):
     log                                               → lines
     forget    job_ids                                 → (frees finished jobs' memory)
 
-A `job` is: job_id, command and background (in `jobs` only), status (queued, running, succeeded, failed), exit_code,
-signal (name without SIG), created_at, started_at, completed_at (Unix seconds), duration_s, queue_s, timed_out, oom_killed, error,
-error_code (timeout, cancelled, command_not_found, infrastructure_error), stdout_bytes, stderr_bytes (true
-totals), stdout_truncated, stderr_truncated, stdout_size, stderr_size (lengths of the two parts of the payload).
+A `job` is: job_id, command and background (in `jobs` only), status (queued, running, succeeded, failed),
+exit_code, signal (name without SIG), created_at, started_at, completed_at (Unix seconds), duration_s, queue_s,
+timed_out, oom_killed, error, error_code (timeout, cancelled, command_not_found, infrastructure_error),
+stdout_bytes, stderr_bytes (true totals), stdout_truncated, stderr_truncated, stdout_size, stderr_size (lengths of
+the two parts of the payload).
 What has its default value is left out; `whole_job` puts it in.
 """
 
