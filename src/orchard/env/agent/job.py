@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from orchard.env.agent.output import OutputWindow
+from orchard.env.agent.output import Output
 
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class JobSpec:
 
     __slots__ = (
         "background", "command", "concurrent", "cwd", "env", "grace_s", "internal", "job_id", "login_shell",
-        "max_output_bytes", "stdin", "stdin_open", "timeout_s", "user",
+        "max_output_bytes", "max_spool_bytes", "stdin", "stdin_open", "timeout_s", "user",
     )  # fmt: skip
 
     def __init__(self, request: dict[str, Any], stdin: bytes) -> None:
@@ -67,6 +67,7 @@ class JobSpec:
         self.stdin = stdin
         self.stdin_open = bool(request.get("stdin_open"))
         self.max_output_bytes = int(request.get("max_output_bytes", 1 << 20))
+        self.max_spool_bytes = int(request.get("max_spool_bytes", 64 << 20))
         self.background = bool(request.get("background"))
         self.concurrent = bool(request.get("concurrent"))
         self.internal = bool(request.get("internal"))
@@ -109,9 +110,10 @@ class Job:
         "stopping",
         "timed_out",
         "timers",
+        "watchers",
     )  # fmt: skip
 
-    def __init__(self, spec: JobSpec, spool: Spool | None = None) -> None:
+    def __init__(self, spec: JobSpec, spool: Spool) -> None:
         self.spec = spec
         self.status = "queued"
         self.created_at = time.time()
@@ -132,16 +134,17 @@ class Job:
         self.dying = False
         self.oom_killed = False
         self.oom_before = 0
-        self.stdout = OutputWindow(spec.max_output_bytes, spool)
-        self.stderr = OutputWindow(spec.max_output_bytes, spool)
+        self.stdout = Output(spec.max_output_bytes, spool, spec.max_spool_bytes)
+        self.stderr = Output(spec.max_output_bytes, spool, spec.max_spool_bytes)
         self.pid = 0
         self.group: JobGroup | None = None
-        self.fds: dict[int, OutputWindow] = {}
+        self.fds: dict[int, Output] = {}
         self.stdin_fd = -1
         self.stdin_buffer = bytearray(spec.stdin)
         self.stdin_waiters: list[Callable[[], None]] = []
         self.timers: list[Timer] = []
         self._done: list[Callable[[Job], None]] = []
+        self.watchers: list[Callable[[], None]] = []
 
     @property
     def finished(self) -> bool:
@@ -157,6 +160,12 @@ class Job:
         if callback in self._done:
             self._done.remove(callback)
 
+    def fire_watchers(self) -> None:
+        """There is more output, or there will be none: whoever waits for that looks again."""
+        watchers, self.watchers = self.watchers, []
+        for watcher in watchers:
+            watcher()
+
     def fire_done(self) -> None:
         callbacks, self._done = self._done, []
         for callback in callbacks:
@@ -164,8 +173,14 @@ class Job:
 
     def record(self) -> tuple[dict[str, Any], bytes]:
         """The wire form: header without what has its default value, and payload (stdout then stderr)."""
-        out = self.stdout.value()
-        err = self.stderr.value()
+        out, err = self.stdout.value(), self.stderr.value()
+        return self._header(len(out), len(err)), out + err if err else out
+
+    def listing(self) -> dict[str, Any]:
+        """The wire form in a list: with the command, without output."""
+        return {**self._header(0, 0), "command": self.spec.command, "background": self.spec.background}
+
+    def _header(self, stdout_size: int, stderr_size: int) -> dict[str, Any]:
         record: dict[str, Any] = {
             "job_id": self.spec.job_id,
             "status": self.status,
@@ -182,15 +197,12 @@ class Job:
             record["timed_out"] = True
         if self.oom_killed:
             record["oom_killed"] = True
-        for name, window, data in (("stdout", self.stdout, out), ("stderr", self.stderr, err)):
-            if window.total:
-                record[f"{name}_bytes"] = window.total
-                record[f"{name}_size"] = len(data)
-                record[f"{name}_truncated"] = window.truncated
-        return record, out + err if err else out
-
-    def listing(self) -> dict[str, Any]:
-        """The wire form in a list: with the command, without output."""
-        record, _ = self.record()
-        return {**record, "command": self.spec.command, "background": self.spec.background,
-                "stdout_size": 0, "stderr_size": 0}  # fmt: skip
+        for name, output, size in (
+            ("stdout", self.stdout, stdout_size),
+            ("stderr", self.stderr, stderr_size),
+        ):
+            if output.total:
+                record[f"{name}_bytes"] = output.total
+                record[f"{name}_size"] = size
+                record[f"{name}_truncated"] = output.truncated
+        return record

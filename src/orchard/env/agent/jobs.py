@@ -54,6 +54,7 @@ class JobTable:
         self._containment = containment
         self._null_fd = null_fd
         self._spool = spool
+        spool.reclaim = self._reclaim
         self.surroundings = Surroundings(defaults)
         # Whether the sandbox has no process but the agent, and how many were killed for memory when last asked.
         self._alone = True
@@ -396,6 +397,7 @@ class JobTable:
         self._finished.append(job)
         self._retained += job.stdout.memory_bytes + job.stderr.memory_bytes
         job.fire_done()
+        job.fire_watchers()
         self._prune()
         if self._active is job:
             self._active = None
@@ -425,6 +427,10 @@ class JobTable:
             if len(self._finished) == 1 and not expired:
                 return
             self._drop(oldest)
+
+    def _reclaim(self) -> bool:
+        """Make room in the spool: of the command that ended first, only what its record needs is kept."""
+        return any(job.stdout.shrink() | job.stderr.shrink() for job in self._finished)
 
     def _drop(self, job: Job) -> None:
         self._finished.remove(job)

@@ -33,9 +33,9 @@ class Pipes:
 
         Output is watched after a moment only: most commands have ended by then, and what they wrote lies in the pipe.
         """
-        for fd, window in ((stdout_fd, job.stdout), (stderr_fd, job.stderr)):
+        for fd, output in ((stdout_fd, job.stdout), (stderr_fd, job.stderr)):
             os.set_blocking(fd, False)
-            job.fds[fd] = window
+            job.fds[fd] = output
         job.timers.append(self._loop.after(_UNWATCHED_S, lambda: self._watch(job)))
         if stdin_fd >= 0:
             os.set_blocking(stdin_fd, False)
@@ -48,7 +48,7 @@ class Pipes:
 
     def _read(self, job: Job, fd: int, reads: int) -> None:
         """Read what is there, at most `reads` buffers full; close the pipe at its end."""
-        window = job.fds[fd]
+        output = job.fds[fd]
         buffer, view = _BUFFER, _VIEW
         for _ in range(reads):
             try:
@@ -65,7 +65,9 @@ class Pipes:
             # After the job's end its result is fixed; what a background child still writes is drained so that
             # it never blocks, and dropped.
             if not job.finished:
-                window.write(bytes(view[:count]))
+                output.write(view[:count])
+                if job.watchers:
+                    job.fire_watchers()
 
     def finish(self, job: Job) -> None:
         """The command has exited: take what it has written. Pipes that its children hold are drained from here on."""

@@ -219,7 +219,7 @@ class Agent:
         self.connections: set[Connection] = set()
         self._boot_id = os.urandom(8).hex()
         self._operations: dict[str, Callable[..., None]] = {
-            "exec": self._exec, "job": self._job, "jobs": self._list_jobs, "cancel": self._cancel,
+            "exec": self._exec, "job": self._job, "output": self._output, "jobs": self._list_jobs, "cancel": self._cancel,
             "signal": self._signal, "stdin": self._stdin, "forget": self._forget, "read": self._read,
             "write": self._write, "abort": self._abort, "list": self._list, "log": self._log_op,
             "ping": self._ping, "statvfs": self._statvfs,
@@ -370,6 +370,48 @@ class Agent:
         timeout_s = header.get("timeout_s")
         timer = None if timeout_s is None else self.loop.after(timeout_s, expired)
         job.when_done(done)
+
+    def _output(
+        self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any
+    ) -> None:
+        """What a command has written since; waits for more where there is nothing yet."""
+        job = self.jobs.get(header["job_id"])
+        limit = min(int(header.get("limit", CHUNK_BYTES)), CHUNK_BYTES)
+        wanted = [
+            (name, output, int(header[f"{name}_offset"]))
+            for name, output in (("stdout", job.stdout), ("stderr", job.stderr))
+            if header.get(f"{name}_offset") is not None
+        ]
+
+        def made() -> tuple[dict[str, Any], bytes]:
+            told: dict[str, Any] = {"finished": job.finished}
+            payload = b""
+            for name, output, offset in wanted:
+                start, data = output.read(offset, limit // len(wanted))
+                told[f"{name}_offset"], told[f"{name}_size"], told[f"{name}_total"] = (
+                    start,
+                    len(data),
+                    output.total,
+                )
+                payload = payload + data if payload else data
+            return told, payload
+
+        def look() -> None:
+            if timer is not None:
+                timer.cancel()
+            answer(made)
+
+        def expired() -> None:
+            if look in job.watchers:
+                job.watchers.remove(look)
+            answer(made)
+
+        timer = None
+        if job.finished or any(output.total > offset for _, output, offset in wanted):
+            answer(made)
+        else:
+            timer = self.loop.after(float(header.get("timeout_s", 15.0)), expired)
+            job.watchers.append(look)
 
     def _list_jobs(
         self, _header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any
