@@ -198,6 +198,8 @@ class Module:
         if any(isinstance(each, ast.Yield) for each in ast.walk(node)):
             assert isinstance(node.returns, ast.Subscript)
             item = wrapped(ast.unparse(node.returns.slice), "each", self.wrappers)
+            if item == "each":
+                return [f"yield from self._portal.iterate({call})"]
             return [f"for each in self._portal.iterate({call}):", f"    yield {item}"]
         call = f"self._portal.call({call})"
         if node.name in ("close", "__aexit__") and self.name == "client":

@@ -84,6 +84,7 @@ class Service:
         self.base_url = eventually(
             self._url, f"orchard serve prints its URL\n{self.log_path}", START_WITHIN_S
         )
+        self._port = int(self.base_url.rpartition(":")[2])
         return self
 
     def _url(self) -> str | None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from orchard.env.client import CommandHandle, JobResult, Sandbox
 
 _MAX_OUTPUT_BYTES = 64 << 20
+#: What a terminal may lag behind the command.
+_SPOOL_BYTES = 512 << 20
 _CHUNK_BYTES = 256 << 10
 _LEASE_S = 120.0
 
@@ -85,10 +87,11 @@ def run(
                 env=variables,
                 login_shell=login or None,
                 stdin_open=stdin or None,
-                max_output_bytes=_MAX_OUTPUT_BYTES,
+                max_output_bytes=_MAX_OUTPUT_BYTES if json else None,
+                max_spool_bytes=_SPOOL_BYTES,
                 background=False,
             )
-            job = _finish(handle, stdin=stdin)
+            job = _finish(handle, stdin=stdin, show=not json)
     _report(job, as_json=json)
 
 
@@ -127,7 +130,8 @@ def execute(
             user=user,
             login_shell=login or None,
             stdin_open=stdin or None,
-            max_output_bytes=_MAX_OUTPUT_BYTES,
+            max_output_bytes=_MAX_OUTPUT_BYTES if json or detach else None,
+            max_spool_bytes=None if detach else _SPOOL_BYTES,
             concurrent=concurrent or None,
             background=detach,
         )
@@ -137,21 +141,34 @@ def execute(
             else:
                 typer.echo(handle.job_id)
             return
-        job = _finish(handle, stdin=stdin)
+        job = _finish(handle, stdin=stdin, show=not json)
     _report(job, as_json=json)
 
 
-def _finish(handle: CommandHandle, *, stdin: bool) -> JobResult:
-    """The command's result; an interrupt (Ctrl-C) stops the command too."""
+def _finish(handle: CommandHandle, *, stdin: bool, show: bool) -> JobResult:
+    """The command's result, its output shown as it comes; an interrupt (Ctrl-C) stops the command too."""
     if stdin:
         # A daemon: a read from a terminal that never ends must not keep this program alive.
         threading.Thread(target=_feed, args=(handle,), name="stdin", daemon=True).start()
     try:
+        if show:
+            _show(handle)
         return handle.wait()
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit, BrokenPipeError):
         with contextlib.suppress(Exception):
             handle.cancel()
         raise
+
+
+def _show(handle: CommandHandle) -> None:
+    from orchard.env.client import OutputGap
+
+    for happening in handle.stream():
+        if isinstance(happening, OutputGap):
+            size_bytes = happening.end - happening.start
+            note(f"{size_bytes} bytes of {happening.stream} are left out: they came faster than they were read")
+        else:
+            write_bytes(happening.data, error=happening.stream == "stderr")
 
 
 def _feed(handle: CommandHandle) -> None:
@@ -174,11 +191,6 @@ def _report(job: JobResult, *, as_json: bool) -> NoReturn:
     if as_json:
         print_json(job.model_dump(mode="json"))
     else:
-        write_bytes(job.stdout)
-        write_bytes(job.stderr, error=True)
-        for stream, cut in (("stdout", job.stdout_truncated), ("stderr", job.stderr_truncated)):
-            if cut:
-                note(f"{stream} was longer than {_MAX_OUTPUT_BYTES >> 20} MiB; its middle is left out")
         if job.timed_out:
             note(f"the command timed out after {job.duration_seconds or 0:.0f} s; allow more with --timeout")
         elif job.oom_killed:

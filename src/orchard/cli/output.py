@@ -35,11 +35,11 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     Console(width=width, soft_wrap=False, highlight=False).print(table)
 
 
-def write_bytes(text: str, *, error: bool = False) -> None:
+def write_bytes(data: bytes, *, error: bool = False) -> None:
     """A command's output as it is, without the terminal's encoding in between."""
     stream = sys.stderr if error else sys.stdout
     stream.flush()
-    stream.buffer.write(text.encode("utf-8", "surrogatepass"))
+    stream.buffer.write(data)
     stream.flush()
 
 

@@ -334,7 +334,8 @@ class ExecRequest(_Request):
     POST /jobs/{id}/stdin, until its `eof`. grace_seconds: time between SIGTERM and SIGKILL when it is
     stopped. job_id: client-chosen; a repeated request with it never runs the command twice. background: like
     `concurrent`, without a default timeout, and its processes outlive nothing but the sandbox. concurrent: do
-    not wait for earlier commands of this sandbox. max_output_bytes: per stream, in the job object.
+    not wait for earlier commands of this sandbox. max_output_bytes: per stream, in the job object (default
+    1 MiB). max_spool_bytes: per stream, what GET /jobs/{id}/stream can go back to (default 64 MiB).
     """
 
     command: Annotated[Text, Field(min_length=1)] | Annotated[list[Text], Field(min_length=1)]
@@ -350,6 +351,7 @@ class ExecRequest(_Request):
     on_disconnect: OnDisconnect | None = None
     job_id: JobId | None = None
     max_output_bytes: Annotated[int, Field(ge=0, le=64 << 20)] | None = None
+    max_spool_bytes: Annotated[int, Field(ge=0, le=512 << 20)] | None = None
     background: bool | None = None
     concurrent: bool | None = None
 
@@ -358,6 +360,11 @@ class ExecRequest(_Request):
         if isinstance(self.command, list) and not self.command[0]:
             raise ValueError("command[0] must name a program")
         return self
+
+
+class StreamName(StrEnum):
+    STDOUT = "stdout"
+    STDERR = "stderr"
 
 
 class JobStatus(StrEnum):

@@ -15,7 +15,7 @@ from orchard.env.client.aio import (
     AsyncSandbox,
     AsyncSandboxClient,
 )
-from orchard.env.client.results import JobResult
+from orchard.env.client.results import JobResult, OutputChunk, OutputGap
 from orchard.env.client.retry import RetryPolicy
 from orchard.env.client.settings import ClientSettings
 from orchard.env.client.sync import CommandHandle, Commands, Files, Sandbox, SandboxClient
@@ -31,6 +31,8 @@ __all__ = [
     "Commands",
     "Files",
     "JobResult",
+    "OutputChunk",
+    "OutputGap",
     "RetryPolicy",
     "Sandbox",
     "SandboxClient",

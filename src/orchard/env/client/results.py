@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import dataclass
 from typing import Self
 
-from orchard.env.contract import Job, JobList, JobStatus
+from orchard.env.contract import Job, JobList, JobStatus, StreamName
 from orchard.env.errors import CommandFailed, CommandTimeout, OrchardError, from_body
 
 _SHOWN_CHARACTERS = 400
+
+
+@dataclass(frozen=True, slots=True)
+class OutputChunk:
+    """Bytes that a command has written to one of its streams, beginning at `offset` of that stream."""
+
+    stream: StreamName
+    offset: int
+    data: bytes
+
+    @property
+    def end(self) -> int:
+        """Where the next bytes begin."""
+        return self.offset + len(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputGap:
+    """Bytes of a stream that are not kept any more: from `start` up to, not including, `end`."""
+
+    stream: StreamName
+    start: int
+    end: int
 
 
 class JobResult(Job):

@@ -11,7 +11,8 @@ import asyncio
 import json
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from enum import Enum
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
@@ -205,6 +206,28 @@ class Transport:
                 raise error from error.__cause__
             await asyncio.sleep(pause_s)
 
+    async def open_stream(self, path: str, query: Query, silence_s: float) -> AsyncGenerator[bytes]:
+        """The body of a GET, as it comes; one attempt.
+
+        silence_s: how long the service may say nothing. Raises the typed error of the answer, or `ConnectionFailed`, also
+        in the middle.
+        """
+        try:
+            async with self._send("GET", path, None, query, silence_s) as response:
+                self._answered = True
+                self._check_version(response.headers)
+                if response.status >= 300:
+                    raise self._error_of(response.status, response.headers, await response.read())
+                async for data in response.content.iter_any():
+                    yield data
+        except _Lost as lost:
+            raise ConnectionFailed(self._lost_detail(str(lost)), sent=not lost.unsent) from lost
+        except _Refused as refused:
+            raise refused.error from None
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            reason = str(error) or type(error).__name__
+            raise ConnectionFailed(self._lost_detail(reason), sent=True) from error
+
     async def close(self) -> None:
         """Close the connections. Repeating is fine; a later request raises `ConnectionFailed`."""
         self._closed = True
@@ -218,19 +241,8 @@ class Transport:
     async def _attempt(
         self, method: str, path: str, body: bytes | None, query: Query, silence_s: float | None
     ) -> bytes:
-        url = URL(self.settings.base_url + path + ("?" + urlencode(query) if query else ""), encoded=True)
-        if silence_s is None:
-            silence_s = self.settings.request_timeout_s
-        timeout = aiohttp.ClientTimeout(
-            total=None,
-            sock_connect=self.settings.connect_timeout_s,
-            sock_read=None if silence_s == FOREVER else silence_s,
-        )
-        headers = {"Content-Type": "application/json"} if body is not None else None
         try:
-            async with self._open_session().request(
-                method, url, data=body, headers=headers, timeout=timeout, allow_redirects=False
-            ) as response:
+            async with self._send(method, path, body, query, silence_s) as response:
                 raw = await response.read()
         except aiohttp.ClientSSLError as error:
             raise _Lost(f"TLS failed: {error}", unsent=True, final=True) from error
@@ -246,6 +258,22 @@ class Transport:
         if response.status < 300:
             return raw
         raise self._error_of(response.status, response.headers, raw)
+
+    def _send(
+        self, method: str, path: str, body: bytes | None, query: Query, silence_s: float | None
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        url = URL(self.settings.base_url + path + ("?" + urlencode(query) if query else ""), encoded=True)
+        if silence_s is None:
+            silence_s = self.settings.request_timeout_s
+        timeout = aiohttp.ClientTimeout(
+            total=None,
+            sock_connect=self.settings.connect_timeout_s,
+            sock_read=None if silence_s == FOREVER else silence_s,
+        )
+        headers = {"Content-Type": "application/json"} if body is not None else None
+        return self._open_session().request(
+            method, url, data=body, headers=headers, timeout=timeout, allow_redirects=False
+        )
 
     def _error_of(self, status: int, headers: Mapping[str, str], raw: bytes) -> Exception:
         try:

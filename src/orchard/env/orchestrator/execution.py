@@ -42,9 +42,8 @@ from orchard.env.runtimes.base import Runtime
 
 _log = logging.getLogger(__name__)
 _RECONNECT_MIN_S, _RECONNECT_MAX_S = 0.02, 1.0
-#: Finished jobs that a sandbox's agent may keep before it is told to forget them; larger outputs at once.
+#: Finished jobs that a sandbox's agent may keep, to be streamed, before it is told to forget them.
 _AGENT_KEEPS = 1000
-_FORGET_BYTES = 64 << 10
 _NEVER_ARRIVED = "the command had not reached its sandbox when the service stopped: it did not run"
 
 
@@ -144,6 +143,8 @@ class Execution:
             if body.max_output_bytes is None
             else body.max_output_bytes,
         }
+        if body.max_spool_bytes is not None:
+            arguments["max_spool_bytes"] = body.max_spool_bytes
         for name, value in (
             ("grace_s", body.grace_seconds), ("cwd", body.cwd), ("env", body.env), ("user", body.user),
             ("login_shell", body.login_shell), ("stdin_open", body.stdin_open), ("background", body.background),
@@ -264,7 +265,7 @@ class Execution:
         self._after(job)
         sandbox = job.sandbox
         sandbox.kept.append(job.job_id)
-        if len(payload) > _FORGET_BYTES or len(sandbox.kept) > _AGENT_KEEPS:
+        if len(sandbox.kept) > _AGENT_KEEPS:
             forgotten, sandbox.kept = sandbox.kept, []
             self._spawn(self._forget(sandbox, forgotten))
         return record

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TypeAlias
 
-from orchard.env.client.aio import jobs
-from orchard.env.client.results import JobResult, JobResultList
+from orchard.env.client.aio import jobs, streams
+from orchard.env.client.results import JobResult, JobResultList, OutputChunk, OutputGap
 from orchard.env.client.transport import Repeat, Transport, build, encode, path_of
 from orchard.env.contract import (
     Base64,
@@ -79,6 +79,21 @@ class AsyncCommandHandle:
         job.raise_for_infrastructure()
         return job.check() if check else job
 
+    async def stream(
+        self, stdout_offset: int = 0, stderr_offset: int = 0
+    ) -> AsyncIterator[OutputChunk | OutputGap]:
+        """Follow its output from the given offsets in bytes on, until it has ended; `job` is its result then.
+
+        Goes on over broken connections, losing and repeating nothing. The service keeps the newest 64 MiB of each
+        stream (`max_spool_bytes`) for its readers: what is older comes as an `OutputGap`. Leaving early leaves the
+        command alone.
+        """
+        async for happening in streams.follow(self._transport, self._job_id, stdout_offset, stderr_offset):
+            if isinstance(happening, JobResult):
+                self._job = happening
+            else:
+                yield happening
+
     async def cancel(self) -> JobResult:
         """Stop it and everything it started, as its timeout would (SIGTERM, the grace time, SIGKILL)."""
         try:
@@ -141,6 +156,7 @@ class AsyncCommands:
         grace_s: float | None = None,
         job_id: str | None = None,
         max_output_bytes: int | None = None,
+        max_spool_bytes: int | None = None,
         concurrent: bool | None = None,
         background: bool = True,
     ) -> AsyncCommandHandle:
@@ -162,6 +178,7 @@ class AsyncCommands:
             grace_seconds=grace_s,
             job_id=job_id or jobs.new_job_id(),
             max_output_bytes=max_output_bytes,
+            max_spool_bytes=max_spool_bytes,
             concurrent=concurrent,
             background=background,
         )

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from orchard.env.client.aio.commands import AsyncCommandHandle, AsyncCommands
 from orchard.env.client.portal import Portal
-from orchard.env.client.results import JobResult
+from orchard.env.client.results import JobResult, OutputChunk, OutputGap
 from orchard.env.contract import JobStatus
 
 Command: TypeAlias = str | Sequence[str]
@@ -55,6 +55,15 @@ class CommandHandle:
         own typed error.
         """
         return self._portal.call(self._async.wait(timeout_s, check=check))
+
+    def stream(self, stdout_offset: int = 0, stderr_offset: int = 0) -> Iterator[OutputChunk | OutputGap]:
+        """Follow its output from the given offsets in bytes on, until it has ended; `job` is its result then.
+
+        Goes on over broken connections, losing and repeating nothing. The service keeps the newest 64 MiB of each
+        stream (`max_spool_bytes`) for its readers: what is older comes as an `OutputGap`. Leaving early leaves the
+        command alone.
+        """
+        yield from self._portal.iterate(self._async.stream(stdout_offset, stderr_offset))
 
     def cancel(self) -> JobResult:
         """Stop it and everything it started, as its timeout would (SIGTERM, the grace time, SIGKILL)."""
@@ -105,6 +114,7 @@ class Commands:
         grace_s: float | None = None,
         job_id: str | None = None,
         max_output_bytes: int | None = None,
+        max_spool_bytes: int | None = None,
         concurrent: bool | None = None,
         background: bool = True,
     ) -> CommandHandle:
@@ -129,6 +139,7 @@ class Commands:
                     grace_s=grace_s,
                     job_id=job_id,
                     max_output_bytes=max_output_bytes,
+                    max_spool_bytes=max_spool_bytes,
                     concurrent=concurrent,
                     background=background,
                 )

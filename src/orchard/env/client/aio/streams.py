@@ -1,0 +1,83 @@
+"""Following a command's output over connections that may break: each one goes on where the last one ended."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from orchard.env.client.results import JobResult, OutputChunk, OutputGap
+from orchard.env.client.retry import Backoff
+from orchard.env.client.transport import Transport, path_of
+from orchard.env.contract import StreamName
+from orchard.env.errors import BY_CODE, ConnectionFailed, InternalError, OrchardError
+
+#: The service says something at least every ten seconds.
+_SILENCE_S = 45.0
+
+
+async def follow(
+    transport: Transport, job_id: str, stdout_offset: int, stderr_offset: int
+) -> AsyncIterator[OutputChunk | OutputGap | JobResult]:
+    """What the command writes from the offsets on; last its result. Raises the typed error of the service."""
+    at = {StreamName.STDOUT: stdout_offset, StreamName.STDERR: stderr_offset}
+    backoff = Backoff(transport.settings.retry)
+    while True:
+        query = [(f"{name.value}_offset", str(offset)) for name, offset in at.items()]
+        try:
+            async for name, data in _events(transport, path_of("jobs", job_id, "stream"), query):
+                if name == "exit":
+                    yield JobResult.model_validate(data["job"])
+                    return
+                if name == "error":
+                    raise _error(data)
+                happening = _happening(name, data)
+                if happening is not None:
+                    at[happening.stream] = happening.end
+                    backoff = Backoff(transport.settings.retry)
+                    yield happening
+            lost: OrchardError = ConnectionFailed(
+                "the service ended the stream before the command's end", sent=True
+            )
+        except OrchardError as error:
+            lost = error
+        pause_s = backoff.pause_s(lost.retry_after_s, first_contact=False) if _may_pass(lost) else None
+        if pause_s is None:
+            raise lost
+        await asyncio.sleep(pause_s)
+
+
+def _may_pass(error: OrchardError) -> bool:
+    return isinstance(error, ConnectionFailed) or (error.http_status == 503 and error.retryable)
+
+
+def _error(data: dict[str, Any]) -> OrchardError:
+    return BY_CODE.get(data["code"], InternalError)(data["detail"])
+
+
+def _happening(name: str, data: dict[str, Any]) -> OutputChunk | OutputGap | None:
+    if name in ("stdout", "stderr"):
+        return OutputChunk(StreamName(name), data["offset"], base64.b64decode(data["data"]))
+    if name == "gap":
+        return OutputGap(StreamName(data["stream"]), data["from"], data["to"])
+    return None  # a keepalive, or what later versions will say
+
+
+async def _events(
+    transport: Transport, path: str, query: list[tuple[str, str]]
+) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+    """Name and data of server-sent events."""
+    buffer = bytearray()
+    searched = 0
+    async for piece in transport.open_stream(path, query, _SILENCE_S):
+        buffer += piece
+        while (end := buffer.find(b"\n\n", max(0, searched - 1))) >= 0:
+            block = bytes(buffer[:end])
+            del buffer[: end + 2]
+            searched = 0
+            fields = dict(line.split(b": ", 1) for line in block.split(b"\n") if b": " in line)
+            if b"data" in fields:
+                yield fields.get(b"event", b"message").decode(), json.loads(fields[b"data"])
+        searched = len(buffer)

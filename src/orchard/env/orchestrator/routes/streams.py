@@ -1,0 +1,132 @@
+"""The output of a command as it is written: server-sent events, or plain bytes of one stream."""
+
+from __future__ import annotations
+
+import base64
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Annotated
+
+from fastapi import Query
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Send
+
+from orchard.env.contract import StreamName
+from orchard.env.errors import InvalidRequest, OrchardError
+from orchard.env.orchestrator.responses import json_bytes
+from orchard.env.orchestrator.routes.base import errors, orchestrator, principal, router
+from orchard.env.orchestrator.streaming import Ended, Gap, Happening, Piece, Silence
+
+_log = logging.getLogger(__name__)
+routes = router("commands")
+
+Offset = Annotated[int, Query(ge=0)]
+#: Asked for at once: events are made of pieces of this size, so that a reader sees them in good time.
+_EVENT_BYTES = 512 << 10
+_RAW_BYTES = 4 << 20
+_OFFSET_HEADER = "X-Orchard-Offset"
+
+
+class Interrupted(Exception):
+    """A stream that cannot go on."""
+
+
+class _Breakable(StreamingResponse):
+    async def stream_response(self, send: Send) -> None:
+        try:
+            await super().stream_response(send)
+        except Interrupted as error:
+            # Left without its end, the answer breaks off with its connection: the only way to say that it is not whole.
+            _log.warning("a stream is cut off: %s", error)
+
+
+@routes.get("/jobs/{job_id}/stream", responses=errors(404, 409), summary="Follow a command's output",
+            response_class=StreamingResponse)  # fmt: skip
+async def stream(
+    request: Request,
+    job_id: str,
+    stdout_offset: Offset | None = None,
+    stderr_offset: Offset | None = None,
+    raw: StreamName | None = None,
+) -> Response:
+    """Server-sent events from the given offsets on (default 0) until the command has ended: `stdout` and `stderr`
+    `{offset, data}` with data in base64, `gap {stream, from, to}` for bytes that are not kept any more, `keepalive`,
+    and last `exit {job}`. Each event's id says where to go on: send it back as `Last-Event-ID`.
+
+    With `raw=stdout` or `raw=stderr` the plain bytes of that stream, from its offset on or the first byte that is still
+    kept (`X-Orchard-Offset` tells which); when bytes are lost on the way, the connection breaks.
+    """
+    service = orchestrator(request)
+    job = await service.jobs.find(principal(request), job_id)
+    offsets = {"stdout": stdout_offset or 0, "stderr": stderr_offset or 0}
+    if raw is not None:
+        happenings = service.streams.follow(job, {raw.value: offsets[raw.value]}, _RAW_BYTES)
+        return await _raw(happenings, offsets[raw.value])
+    last = request.headers.get("last-event-id")
+    if last is not None and stdout_offset is None and stderr_offset is None:
+        offsets = _after(last)
+    happenings = service.streams.follow(job, offsets, _EVENT_BYTES)
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(
+        _events(happenings, dict(offsets)), media_type="text/event-stream", headers=headers
+    )
+
+
+def _after(event_id: str) -> dict[str, int]:
+    stdout, _, stderr = event_id.partition("-")
+    if (
+        not (stdout.isascii() and stdout.isdigit() and stderr.isascii() and stderr.isdigit())
+        or len(event_id) > 40
+    ):
+        raise InvalidRequest("Last-Event-ID must be the id of an event of this stream")
+    return {"stdout": int(stdout), "stderr": int(stderr)}
+
+
+async def _events(happenings: AsyncGenerator[Happening], at: dict[str, int]) -> AsyncIterator[bytes]:
+    yield b"retry: 1000\n\n"
+    try:
+        async with aclosing(happenings):
+            async for happening in happenings:
+                yield _event(happening, at)
+    except OrchardError as error:
+        fields = {"code": error.code, "detail": error.detail, "retryable": error.retryable}
+        yield b"event: error\ndata: %s\n\n" % json_bytes(fields)
+
+
+def _event(happening: Happening, at: dict[str, int]) -> bytes:
+    match happening:
+        case Piece(stream, offset, data):
+            at[stream] = offset + len(data)
+            # Put together by hand: base64 needs no escaping, and there is much of it.
+            text = b'{"offset":%d,"data":"%s"}' % (offset, base64.b64encode(data))
+            return b"event: %s\nid: %d-%d\ndata: %s\n\n" % (stream.encode(), at["stdout"], at["stderr"], text)
+        case Gap(stream, start, end):
+            at[stream] = end
+            fields = json_bytes({"stream": stream, "from": start, "to": end})
+            return b"event: gap\nid: %d-%d\ndata: %s\n\n" % (at["stdout"], at["stderr"], fields)
+        case Ended(record):
+            return b'event: exit\ndata: {"job":%s}\n\n' % record.json()
+        case Silence():
+            return b"event: keepalive\ndata: {}\n\n"
+
+
+async def _raw(happenings: AsyncGenerator[Happening], offset: int) -> Response:
+    """Begins with the first bytes, or when there are none for a while."""
+    first = await anext(happenings)
+    if isinstance(first, Gap):
+        offset = first.end
+        first = await anext(happenings)
+
+    async def body() -> AsyncIterator[bytes]:
+        async with aclosing(happenings):
+            happening = first
+            while not isinstance(happening, Ended):
+                if isinstance(happening, Gap):
+                    raise Interrupted(f"bytes {happening.start} to {happening.end} are not kept any more")
+                if isinstance(happening, Piece):
+                    yield happening.data
+                happening = await anext(happenings)
+
+    return _Breakable(body(), media_type="application/octet-stream", headers={_OFFSET_HEADER: str(offset)})
