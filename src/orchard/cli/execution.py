@@ -166,7 +166,9 @@ def _show(handle: CommandHandle) -> None:
     for happening in handle.stream():
         if isinstance(happening, OutputGap):
             size_bytes = happening.end - happening.start
-            note(f"{size_bytes} bytes of {happening.stream} are left out: they came faster than they were read")
+            note(
+                f"{size_bytes} bytes of {happening.stream} are left out: they came faster than they were read"
+            )
         else:
             write_bytes(happening.data, error=happening.stream == "stderr")
 

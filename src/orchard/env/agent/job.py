@@ -46,7 +46,7 @@ class JobSpec:
 
     __slots__ = (
         "background", "command", "concurrent", "cwd", "env", "grace_s", "internal", "job_id", "login_shell",
-        "max_output_bytes", "max_spool_bytes", "stdin", "stdin_open", "timeout_s", "user",
+        "max_output_bytes", "max_spool_bytes", "pty", "stdin", "stdin_open", "timeout_s", "user",
     )  # fmt: skip
 
     def __init__(self, request: dict[str, Any], stdin: bytes) -> None:
@@ -71,6 +71,11 @@ class JobSpec:
         self.background = bool(request.get("background"))
         self.concurrent = bool(request.get("concurrent"))
         self.internal = bool(request.get("internal"))
+        size = request.get("pty")
+        #: Rows and columns of its terminal, if it has one.
+        self.pty: tuple[int, int] | None = None if size is None else (int(size[0]), int(size[1]))
+        if self.pty:
+            self.stdin_open = True
 
     def same_as(self, other: JobSpec) -> bool:
         return self.command == other.command and self.cwd == other.cwd and self.env == other.env
@@ -84,6 +89,7 @@ class Job:
         "cancelled",
         "completed_at",
         "created_at",
+        "drained",
         "duration_s",
         "dying",
         "error",
@@ -108,6 +114,7 @@ class Job:
         "stdin_waiters",
         "stdout",
         "stopping",
+        "terminal_fd",
         "timed_out",
         "timers",
         "watchers",
@@ -140,6 +147,8 @@ class Job:
         self.group: JobGroup | None = None
         self.fds: dict[int, Output] = {}
         self.stdin_fd = -1
+        self.terminal_fd = -1
+        self.drained = False
         self.stdin_buffer = bytearray(spec.stdin)
         self.stdin_waiters: list[Callable[[], None]] = []
         self.timers: list[Timer] = []
@@ -193,6 +202,8 @@ class Job:
         ):  # fmt: skip
             if value is not None:
                 record[name] = value
+        if self.spec.pty:
+            record["pid"] = self.pid
         if self.timed_out:
             record["timed_out"] = True
         if self.oom_killed:

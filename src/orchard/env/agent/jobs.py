@@ -8,7 +8,7 @@ import signal
 import time
 from collections import deque
 
-from orchard.env.agent import accounts, spawn
+from orchard.env.agent import accounts, spawn, terminal
 from orchard.env.agent.job import AgentError, Defaults, Job, JobSpec
 from orchard.env.agent.pipes import Pipes
 from orchard.env.agent.surroundings import Surroundings
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _UNKILLABLE_S = 1.5
 #: How often dying processes are looked at.
 _DYING_POLL_S = 0.005
+_TERMINAL_DRAIN_S = 0.02
 
 #: Ways for a command to end that are errors of the request: it never ran, and is told as such to who waits.
 REFUSALS = ("cwd_not_found", "user_not_found", "invalid_request")
@@ -180,6 +181,12 @@ class JobTable:
         if spec.timeout_s is not None:
             job.timers.append(self._loop.after(spec.timeout_s, lambda: self._timed_out(job)))
 
+    def resize(self, job: Job, rows: int, cols: int) -> None:
+        """Set the size of its terminal in characters."""
+        if job.terminal_fd not in job.fds:
+            raise AgentError("job_not_running", f"job {job.spec.job_id} has no terminal, or not any more")
+        terminal.resize(job.terminal_fd, rows, cols)
+
     def _launch(
         self,
         job: Job,
@@ -189,13 +196,19 @@ class JobTable:
         directory_fd: int,
     ) -> None:
         spec = job.spec
-        out_read, out_write = os.pipe2(os.O_CLOEXEC)
-        err_read, err_write = os.pipe2(os.O_CLOEXEC)
-        ours, theirs = [out_read, err_read], [out_write, err_write]
-        stdin_fd = self._null_fd
+        if spec.pty:
+            out_read, out_write = terminal.open_terminal(*spec.pty, account.uid)
+            ours, theirs = [out_read], [out_write]
+            stdin_fd = err_write = out_write
+            err_read = -1
+        else:
+            out_read, out_write = os.pipe2(os.O_CLOEXEC)
+            err_read, err_write = os.pipe2(os.O_CLOEXEC)
+            ours, theirs = [out_read, err_read], [out_write, err_write]
+            stdin_fd = self._null_fd
         stdin_write = -1
         try:
-            if spec.stdin or spec.stdin_open:
+            if (spec.stdin or spec.stdin_open) and not spec.pty:
                 stdin_fd, stdin_write = os.pipe2(os.O_CLOEXEC)
                 theirs.append(stdin_fd)
                 ours.append(stdin_write)
@@ -205,13 +218,13 @@ class JobTable:
                 job.oom_before = self._oom_kills if self._alone else self._containment.oom_kills()
                 streams = (stdin_fd, out_write, err_write)
                 try:
-                    pid = self._spawn(command, env, account, directory_fd, streams)
+                    pid = self._spawn(job, command, env, account, directory_fd, streams)
                 except spawn.SpawnError as error:
                     if error.stage != "fork" or error.number != errno.EAGAIN:
                         raise
                     # The process limit is reached. A command starts all the same, so that what fills the sandbox can
                     # be looked at and ended from inside; it just cannot fork.
-                    pid = self._spawn(command, env, account, directory_fd, streams, past_limit=True)
+                    pid = self._spawn(job, command, env, account, directory_fd, streams, past_limit=True)
                 self._containment.adopt(group, pid)
             except BaseException:
                 self._containment.release(group)
@@ -226,15 +239,19 @@ class JobTable:
         job.pid = pid
         self._by_pid[pid] = job
         self._alone = False
-        self._pipes.attach(job, out_read, err_read, stdin_write)
+        if spec.pty:
+            self._pipes.attach_terminal(job, out_read)
+        else:
+            self._pipes.attach(job, out_read, err_read, stdin_write)
 
-    def _spawn(self, command: spawn.Command, env: list[bytes], account: accounts.Account, directory_fd: int,
+    def _spawn(self, job: Job, command: spawn.Command, env: list[bytes], account: accounts.Account, directory_fd: int,
                streams: tuple[int, int, int], *, past_limit: bool = False) -> int:  # fmt: skip
         """The pid. streams: what becomes stdin, stdout and stderr. Raises `SpawnError`."""
         self._containment.enter(past_limit=past_limit)
         try:
             return spawn.spawn(command, env=env, directory_fd=directory_fd, account=account, stdin_fd=streams[0],
-                               stdout_fd=streams[1], stderr_fd=streams[2], null_fd=self._null_fd)  # fmt: skip
+                               stdout_fd=streams[1], stderr_fd=streams[2], null_fd=self._null_fd,
+                               terminal=job.spec.pty is not None)  # fmt: skip
         finally:
             self._containment.leave()
 
@@ -363,6 +380,11 @@ class JobTable:
             self._collect()
             if self._ended:
                 self._loop.after(0, self.reap)
+        if job.terminal_fd >= 0 and not job.drained:
+            # The kernel hands a terminal's last output on a moment after it was written.
+            job.drained = True
+            self._loop.after(_TERMINAL_DRAIN_S, lambda: self._finish(job, exit_code, signal_name))
+            return
         self._pipes.finish(job)
         job.signal_name = signal_name
         # The limit is the whole sandbox's: beside other running commands only a failure is put down to it.

@@ -42,6 +42,16 @@ class Pipes:
             job.stdin_fd = stdin_fd
             self.pump_stdin(job)
 
+    def attach_terminal(self, job: Job, fd: int) -> None:
+        """Take over the agent's end of a command's terminal: all of its output, and its input."""
+        os.set_blocking(fd, False)
+        job.terminal_fd = fd
+        job.fds[fd] = job.stdout
+        # The input is closed for itself.
+        job.stdin_fd = os.dup(fd)
+        self._watch(job)
+        self.pump_stdin(job)
+
     def _watch(self, job: Job) -> None:
         for fd in job.fds:
             self._loop.watch(fd, READ, lambda _events, fd=fd: self._read(job, fd, _READS_PER_EVENT))  # type: ignore[misc]
@@ -74,6 +84,12 @@ class Pipes:
         for fd in list(job.fds):
             self._read(job, fd, _DRAIN_READS)
         self.close_stdin(job)
+        if job.terminal_fd in job.fds:
+            # What else holds the terminal is hung up on, as when a window is closed.
+            del job.fds[job.terminal_fd]
+            self._loop.unwatch(job.terminal_fd)
+            os.close(job.terminal_fd)
+        job.terminal_fd = -1
         if job.fds:
             self._watch(job)
 

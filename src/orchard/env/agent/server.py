@@ -220,7 +220,7 @@ class Agent:
         self._boot_id = os.urandom(8).hex()
         self._operations: dict[str, Callable[..., None]] = {
             "exec": self._exec, "job": self._job, "output": self._output, "jobs": self._list_jobs, "cancel": self._cancel,
-            "signal": self._signal, "stdin": self._stdin, "forget": self._forget, "read": self._read,
+            "signal": self._signal, "stdin": self._stdin, "resize": self._resize, "forget": self._forget, "read": self._read,
             "write": self._write, "abort": self._abort, "list": self._list, "log": self._log_op,
             "ping": self._ping, "statvfs": self._statvfs,
         }  # fmt: skip
@@ -435,6 +435,12 @@ class Agent:
         self.jobs.write_stdin(
             self.jobs.get(header["job_id"]), payload, bool(header.get("eof")), lambda: answer({})
         )
+
+    def _resize(
+        self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any
+    ) -> None:
+        self.jobs.resize(self.jobs.get(header["job_id"]), int(header["rows"]), int(header["cols"]))
+        answer({})
 
     def _forget(
         self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any

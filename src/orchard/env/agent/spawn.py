@@ -6,6 +6,8 @@ import _posixsubprocess
 import errno
 import os
 
+from orchard.env.agent.terminal import take_terminal
+
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
 if TYPE_CHECKING:
     from orchard.env.agent.accounts import Account
@@ -105,8 +107,11 @@ def spawn(
     stdout_fd: int,
     stderr_fd: int,
     null_fd: int,
+    terminal: bool = False,
 ) -> int:
     """Start `command` in its own session; the pid. Raises `SpawnError`.
+
+    terminal: its standard input is a terminal, which becomes the one that controls its session.
 
     directory_fd: where it starts. vfork is used for the agent's own user; another user needs a copying fork, in
     which the ids are set.
@@ -134,7 +139,7 @@ def spawn(
                 None if same_user else account.gid,
                 None if same_user else list(account.groups),
                 None if same_user else account.uid,
-                0o022, None, True,  # type: ignore[arg-type]
+                0o022, take_terminal if terminal else None, not terminal,  # type: ignore[arg-type]
             )  # fmt: skip
         except OSError as error:
             raise SpawnError(error.errno or errno.EAGAIN, "fork", os.fsdecode(command.argv[0])) from None

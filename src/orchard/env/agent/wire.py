@@ -12,11 +12,13 @@ Operations (→ answer fields; `+ payload` marks raw bytes):
               `configure` sets the defaults of every later command: once, by the first peer after creation
     ping                                              → now
     exec      job_id, command, timeout_s, grace_s, cwd, env, user, login_shell, stdin_size, stdin_open,
-              max_output_bytes, max_spool_bytes, background, concurrent, wait, internal   + payload: stdin bytes
+              max_output_bytes, max_spool_bytes, background, concurrent, wait, internal,
+              pty [rows, cols]   + payload: stdin bytes
               → job [+ payload: stdout then stderr when finished]
               `wait: false` answers once accepted (status queued or running); `wait: true` when finished.
               A known job_id attaches to that job instead of starting one (`attached: true`); another command
               under the same id is `conflict`. `internal` jobs are not listed.
+              With `pty` it has a terminal: what it shows is its stdout.
     job       job_id, wait, timeout_s                 → job + payload (so far); `wait_timeout` when it ends first
     output    job_id, stdout_offset?, stderr_offset?, limit, timeout_s
               → finished, and of each stream asked for: stdout_offset (later than asked for where bytes are
@@ -27,6 +29,7 @@ Operations (→ answer fields; `+ payload` marks raw bytes):
     cancel    job_id, reason                          → job; stops it like a timeout does (grace, then kill)
     signal    job_id, signal (number)                 → (to every process of the job)
     stdin     job_id, eof              + payload      → (waits for room: back-pressure)
+    resize    job_id, rows, cols                      → (of the terminal of a command started with `pty`)
     read      path, offset, limit                     → size, mode, eof  + payload (at most 4 MiB)
     write     path, upload, offset, last, mode        → size   + payload; chunks of one `upload` in order; the
               file appears under its name, atomically, with the `last` one

@@ -14,11 +14,12 @@ from orchard.env.client.aio import (
     AsyncFiles,
     AsyncSandbox,
     AsyncSandboxClient,
+    AsyncTerminal,
 )
 from orchard.env.client.results import JobResult, OutputChunk, OutputGap
 from orchard.env.client.retry import RetryPolicy
 from orchard.env.client.settings import ClientSettings
-from orchard.env.client.sync import CommandHandle, Commands, Files, Sandbox, SandboxClient
+from orchard.env.client.sync import CommandHandle, Commands, Files, Sandbox, SandboxClient, Terminal
 
 __all__ = [
     "AsyncCommandHandle",
@@ -26,6 +27,7 @@ __all__ = [
     "AsyncFiles",
     "AsyncSandbox",
     "AsyncSandboxClient",
+    "AsyncTerminal",
     "ClientSettings",
     "CommandHandle",
     "Commands",
@@ -36,4 +38,5 @@ __all__ = [
     "RetryPolicy",
     "Sandbox",
     "SandboxClient",
+    "Terminal",
 ]

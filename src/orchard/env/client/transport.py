@@ -38,6 +38,8 @@ _KEEPALIVE_S = 55.0
 #: Descriptors left to the rest of the program.
 _SPARE_DESCRIPTORS = 128
 _GATEWAY_STATUS = (502, 504)
+_SOCKET_HEARTBEAT_S = 20.0
+_MAX_MESSAGE_BYTES = 8 << 20
 #: As `silence_s`: the service may be silent for as long as it likes.
 FOREVER = float("inf")
 
@@ -130,6 +132,29 @@ def _make_immortal(thing: object) -> None:
     import ctypes
 
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+class Socket:
+    """A WebSocket with text messages. All methods raise `ConnectionFailed` when it is broken."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self._socket = socket
+
+    async def send(self, text: str) -> None:
+        try:
+            await self._socket.send_str(text)
+        except (aiohttp.ClientError, OSError) as error:
+            raise ConnectionFailed(f"the connection was lost: {error}", sent=True) from error
+
+    async def receive(self) -> str:
+        """The next message. `ConnectionFailed` also when the service has closed it."""
+        message = await self._socket.receive()
+        if message.type is aiohttp.WSMsgType.TEXT:
+            return str(message.data)
+        raise ConnectionFailed(f"the connection was closed (code {self._socket.close_code})", sent=True)
+
+    async def close(self) -> None:
+        await self._socket.close()
 
 
 class Transport:
@@ -227,6 +252,22 @@ class Transport:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             reason = str(error) or type(error).__name__
             raise ConnectionFailed(self._lost_detail(reason), sent=True) from error
+
+    async def open_socket(self, path: str, query: Query) -> Socket:
+        """A WebSocket. Raises `ConnectionFailed`, or the typed error of a refusal."""
+        url = URL(self.settings.base_url + path + ("?" + urlencode(query) if query else ""), encoded=True)
+        try:
+            opened = await self._open_session().ws_connect(
+                url, heartbeat=_SOCKET_HEARTBEAT_S, max_msg_size=_MAX_MESSAGE_BYTES
+            )
+        except _Lost as lost:
+            raise ConnectionFailed(self._lost_detail(str(lost)), sent=not lost.unsent) from lost
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ConnectionFailed(
+                self._lost_detail(str(error) or type(error).__name__), sent=False
+            ) from error
+        self._answered = True
+        return Socket(opened)
 
     async def close(self) -> None:
         """Close the connections. Repeating is fine; a later request raises `ConnectionFailed`."""

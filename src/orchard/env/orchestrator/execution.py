@@ -188,6 +188,20 @@ class Execution:
         finally:
             gone.cancel()
 
+    async def open_terminal(self, sandbox: Sandbox, body: ExecRequest, rows: int, cols: int) -> LiveJob:
+        """Start a command that has a terminal; it lives whether or not anybody is connected to it.
+
+        Raises what the command is refused with.
+        """
+        arguments = self._arguments(sandbox, body)
+        job = self._admit(sandbox, body, exec_digest(body))
+        job.terminal = True
+        await self._accept(job, {**arguments, "pty": [rows, cols]}, body)
+        job.acknowledged = True
+        self._table.save_start(job)
+        await self._store.flush()
+        return job
+
     async def _accept(self, job: LiveJob, arguments: dict[str, Any], body: ExecRequest) -> None:
         """Start it; it is followed to its end behind the caller's back. Raises what it is refused with."""
         stdin = body.stdin.encode() if body.stdin else b""
@@ -207,6 +221,7 @@ class Execution:
         if header["job"]["status"] in ("succeeded", "failed"):
             self._complete(job, header["job"], payload)
         else:
+            job.pid = header["job"].get("pid")
             self._spawn(self._follow(job, lambda: self._exec_again(job, arguments, stdin)))
 
     async def _call_exec(
@@ -326,6 +341,8 @@ class Execution:
             job = LiveJob(job_id, sandbox, answer["command"], digests.pop(job_id, ""), answer["created_at"])
             job.acknowledged = True
             job.keeps_lease = not answer.get("background")
+            job.pid = answer.get("pid")
+            job.terminal = job.pid is not None
             if job.keeps_lease:
                 self._lifecycle.hold(sandbox)
             self._table.add(job)

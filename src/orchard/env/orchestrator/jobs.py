@@ -106,7 +106,7 @@ class Jobs:
 
     async def signal(self, principal: Principal, job_id: str, body: SignalRequest) -> None:
         """Send a signal to all of its processes."""
-        number = _signal_number(body.signal)
+        number = signal_number(body.signal)
         job = await self._running(principal, job_id)
         await self._agents.call(job.sandbox, "signal", job_id=job.job_id, signal=number)
 
@@ -124,7 +124,7 @@ class Jobs:
         return job
 
 
-def _signal_number(name: str) -> int:
+def signal_number(name: str) -> int:
     text = name.upper().removeprefix("SIG")
     if text.isdecimal() and 1 <= int(text) <= 64:
         return int(text)

@@ -26,7 +26,8 @@ _SAVE_STARTS_EVERY_S = 0.02
 class LiveJob:
     """One job that has not finished. acknowledged: somebody was told of it, so it must end with a result.
 
-    record: its result, once it has one. keeps_lease: it holds the sandbox's lease while it lives.
+    record: its result, once it has one. keeps_lease: it holds the sandbox's lease while it lives. terminal: it has one;
+    pid is that of its process inside the sandbox then.
     """
 
     job_id: str
@@ -39,6 +40,8 @@ class LiveJob:
     saved: bool = False
     record: JobRecord | None = None
     refused: OrchardError | None = None
+    terminal: bool = False
+    pid: int | None = None
     _done: asyncio.Future[JobRecord] | None = None
 
     @property

@@ -9,6 +9,7 @@ import os
 import re
 import time
 from typing import Any
+from urllib.parse import parse_qsl
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -24,6 +25,7 @@ from orchard.env.orchestrator.routes.base import PRINCIPAL
 from orchard.env.orchestrator.routes.service import PUBLIC_PATHS
 
 _log = logging.getLogger(__name__)
+KEY_SUBPROTOCOL = "api_key."
 _VERSION = (VERSION_HEADER.lower().encode(), API_VERSION.encode())
 _REQUEST_ID = REQUEST_ID_HEADER.lower().encode()
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}\Z")
@@ -86,6 +88,20 @@ class Edge:
                     "seconds": round(seconds, 6),
                 }
                 _log.debug("answered", extra=fields)
+
+    def principal_of_socket(self, scope: Scope) -> Principal:
+        """Who opens a WebSocket: by the header, or where a client cannot set one, by the query (`api_key=`) or a
+        subprotocol `api_key.KEY`. Raises `Unauthorized` or `Forbidden`."""
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        if self._keys.open:
+            _check_browser(headers)
+        key = headers.get(b"x-api-key")
+        if key is None:
+            given = dict(parse_qsl(scope["query_string"].decode("latin-1"))).get("api_key")
+            offered = [name for name in scope["subprotocols"] if name.startswith(KEY_SUBPROTOCOL)]
+            text = given or (offered[0].removeprefix(KEY_SUBPROTOCOL) if offered else None)
+            key = None if text is None else text.encode("utf-8", "surrogatepass")
+        return self._keys.principal(key)
 
     def _principal(self, headers: dict[bytes, bytes]) -> Principal:
         if self._keys.open:

@@ -25,6 +25,7 @@ from orchard.env.orchestrator.sandbox import Sandbox, boot_id
 from orchard.env.orchestrator.settings import ServiceSettings
 from orchard.env.orchestrator.stores.base import JobRecord, Store
 from orchard.env.orchestrator.streaming import Streams
+from orchard.env.orchestrator.terminals import Terminals
 from orchard.env.runtimes.base import Postmortem, Runtime
 
 _log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class Orchestrator:
         self.execution = Execution(settings, runtime, store, table, self.agents, self.lifecycle)
         self.jobs = Jobs(settings, store, table, self.agents, self.execution)
         self.streams = Streams(runtime)
+        self.terminals = Terminals(self.jobs, self.execution, self.agents)
         self.files = Files(self.agents)
         self.patches = Patches(self.agents, settings)
         self._housekeeper: asyncio.Task[None] | None = None

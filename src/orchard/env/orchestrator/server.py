@@ -26,6 +26,9 @@ from orchard.env.runtimes.registry import make_runtime
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 4096
+#: A frame of 4 MiB as base64. The published client gives a connection up after ten seconds of silence.
+_MAX_FRAME_BYTES = 8 << 20
+_PING_S = 4.0
 _FILES = 65_536
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -44,7 +47,8 @@ def run(settings: ServiceSettings) -> None:
         runtime = make_runtime(settings.runtime, settings.state_dir)
         app = create_app(settings, runtime, SqliteStore(settings.state_dir / "orchestrator.db"))
         config = uvicorn.Config(
-            app, loop="uvloop", http="httptools", ws="none", lifespan="off", access_log=False, log_config=None,
+            app, loop="uvloop", http="httptools", ws="websockets-sansio", ws_max_size=_MAX_FRAME_BYTES,
+            ws_ping_interval=_PING_S, ws_ping_timeout=60.0, lifespan="off", access_log=False, log_config=None,
             timeout_keep_alive=settings.keep_alive_s, timeout_graceful_shutdown=settings.shutdown_s,
             backlog=_BACKLOG, server_header=False, date_header=False, proxy_headers=False,
         )  # fmt: skip

@@ -4,5 +4,13 @@ from orchard.env.client.aio.client import AsyncSandboxClient
 from orchard.env.client.aio.commands import AsyncCommandHandle, AsyncCommands
 from orchard.env.client.aio.files import AsyncFiles
 from orchard.env.client.aio.sandbox import AsyncSandbox
+from orchard.env.client.aio.terminals import AsyncTerminal
 
-__all__ = ["AsyncCommandHandle", "AsyncCommands", "AsyncFiles", "AsyncSandbox", "AsyncSandboxClient"]
+__all__ = [
+    "AsyncCommandHandle",
+    "AsyncCommands",
+    "AsyncFiles",
+    "AsyncSandbox",
+    "AsyncSandboxClient",
+    "AsyncTerminal",
+]

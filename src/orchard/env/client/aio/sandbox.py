@@ -6,13 +6,14 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
 from orchard.env.client.aio import jobs
 from orchard.env.client.aio.commands import AsyncCommands, Command, exec_request
 from orchard.env.client.aio.files import AsyncFiles, FileEntries, LocalPath
+from orchard.env.client.aio.terminals import AsyncTerminal, attach_terminal, open_terminal
 from orchard.env.client.exits import OwnedSandboxes
 from orchard.env.client.results import JobResult
 from orchard.env.client.transport import Repeat, Transport, build, encode, path_of, wait_query
@@ -114,6 +115,36 @@ class AsyncSandbox:
                 deadline = time.monotonic() + limit_s
             if time.monotonic() >= deadline:
                 raise SandboxTimeout(f"sandbox {self.sandbox_id} is not ready after {limit_s:g} s")
+
+    async def pty(
+        self,
+        command: Sequence[str] | None = None,
+        *,
+        rows: int = 24,
+        cols: int = 80,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        login_shell: bool = False,
+    ) -> AsyncTerminal:
+        """Start a command in a terminal: exact argv, or a login shell when none is given.
+
+        rows, cols: its size in characters. TERM is xterm-256color unless `env` says otherwise.
+        """
+        return await open_terminal(
+            self._transport,
+            self.sandbox_id,
+            command,
+            rows=rows,
+            cols=cols,
+            env=env,
+            cwd=cwd,
+            login_shell=login_shell,
+        )
+
+    async def attach_pty(self, pty_id: str, *, since: int = 0, takeover: bool = False) -> AsyncTerminal:
+        """Connect to a terminal that was opened before, here or elsewhere. since: the offset in bytes of its output from
+        which to show it (0: all that is kept). Raises `Conflict` when somebody else is connected, unless `takeover`."""
+        return await attach_terminal(self._transport, self.sandbox_id, pty_id, since, takeover=takeover)
 
     async def delete(self) -> None:
         """Delete it and everything in it. Repeating is fine."""

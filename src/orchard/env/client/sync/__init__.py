@@ -5,5 +5,6 @@ from orchard.env.client.sync.client import SandboxClient
 from orchard.env.client.sync.commands import CommandHandle, Commands
 from orchard.env.client.sync.files import Files
 from orchard.env.client.sync.sandbox import Sandbox
+from orchard.env.client.sync.terminals import Terminal
 
-__all__ = ["CommandHandle", "Commands", "Files", "Sandbox", "SandboxClient"]
+__all__ = ["CommandHandle", "Commands", "Files", "Sandbox", "SandboxClient", "Terminal"]

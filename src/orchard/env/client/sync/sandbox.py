@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -12,6 +12,7 @@ from orchard.env.client.portal import Portal
 from orchard.env.client.results import JobResult
 from orchard.env.client.sync.commands import Command, Commands
 from orchard.env.client.sync.files import FileEntries, Files, LocalPath
+from orchard.env.client.sync.terminals import Terminal
 from orchard.env.contract import (
     FileWritten,
     Heartbeat,
@@ -73,6 +74,34 @@ class Sandbox:
         seconds (default: what it was created with, plus its time in the create queue).
         """
         return self._portal.call(self._async.wait_ready(timeout_s))
+
+    def pty(
+        self,
+        command: Sequence[str] | None = None,
+        *,
+        rows: int = 24,
+        cols: int = 80,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        login_shell: bool = False,
+    ) -> Terminal:
+        """Start a command in a terminal: exact argv, or a login shell when none is given.
+
+        rows, cols: its size in characters. TERM is xterm-256color unless `env` says otherwise.
+        """
+        return Terminal(
+            self._portal,
+            self._portal.call(
+                self._async.pty(command, rows=rows, cols=cols, env=env, cwd=cwd, login_shell=login_shell)
+            ),
+        )
+
+    def attach_pty(self, pty_id: str, *, since: int = 0, takeover: bool = False) -> Terminal:
+        """Connect to a terminal that was opened before, here or elsewhere. since: the offset in bytes of its output from
+        which to show it (0: all that is kept). Raises `Conflict` when somebody else is connected, unless `takeover`."""
+        return Terminal(
+            self._portal, self._portal.call(self._async.attach_pty(pty_id, since=since, takeover=takeover))
+        )
 
     def delete(self) -> None:
         """Delete it and everything in it. Repeating is fine."""
