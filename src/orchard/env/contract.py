@@ -326,6 +326,9 @@ class OnDisconnect(StrEnum):
     KILL = "kill"
 
 
+SessionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+
+
 class ExecRequest(_Request):
     """POST /sandboxes/{id}/exec.
 
@@ -335,7 +338,9 @@ class ExecRequest(_Request):
     stopped. job_id: client-chosen; a repeated request with it never runs the command twice. background: like
     `concurrent`, without a default timeout, and its processes outlive nothing but the sandbox. concurrent: do
     not wait for earlier commands of this sandbox. max_output_bytes: per stream, in the job object (default
-    1 MiB). max_spool_bytes: per stream, what GET /jobs/{id}/stream can go back to (default 64 MiB).
+    1 MiB). max_spool_bytes: per stream, what GET /jobs/{id}/stream can go back to (default 64 MiB). session: a named
+    shell: the command takes over the directory, variables, functions, aliases and options that the last one of the
+    same session left (in images without bash: the directory and exported variables).
     """
 
     command: Annotated[Text, Field(min_length=1)] | Annotated[list[Text], Field(min_length=1)]
@@ -354,6 +359,7 @@ class ExecRequest(_Request):
     max_spool_bytes: Annotated[int, Field(ge=0, le=512 << 20)] | None = None
     background: bool | None = None
     concurrent: bool | None = None
+    session: SessionName | None = None
 
     @model_validator(mode="after")
     def _argv_has_a_program(self) -> ExecRequest:
@@ -384,7 +390,8 @@ class Job(_Answer):
     status `failed`: non-zero exit, signal, timeout, cancel or infrastructure; `error` is set for the last
     three only and `error_code` names which (`timeout`, `cancelled`, or a code of the error table). exit_code
     is 128+n after signal n, 124 after a timeout (told apart by `timed_out`). stdout and stderr are text with
-    undecodable bytes replaced; `*_bytes` are true totals.
+    undecodable bytes replaced; `*_bytes` are true totals. session_reset: what the command changed in its session is
+    lost (it was killed or replaced its shell), the session is what it was before it.
     """
 
     job_id: str
@@ -408,6 +415,7 @@ class Job(_Answer):
     duration_seconds: float | None = None
     queue_seconds: float | None = None
     oom_killed: bool = False
+    session_reset: bool = False
     infra: bool = False
 
 
@@ -418,6 +426,19 @@ class JobQueued(_Answer):
 
 class JobList(_Answer):
     jobs: list[Job]
+
+
+class SessionInfo(_Answer):
+    """A session. Times are Unix seconds. busy: a command of it runs."""
+
+    name: str
+    created_at: float
+    used_at: float
+    busy: bool
+
+
+class SessionList(_Answer):
+    sessions: list[SessionInfo]
 
 
 class SignalRequest(_Request):

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from orchard.env.agent.containment import JobGroup
     from orchard.env.agent.loop import Timer
     from orchard.env.agent.output import Spool
+    from orchard.env.agent.sessions import Turn
 
 
 class AgentError(Exception):
@@ -46,7 +47,7 @@ class JobSpec:
 
     __slots__ = (
         "background", "command", "concurrent", "cwd", "env", "grace_s", "internal", "job_id", "login_shell",
-        "max_output_bytes", "max_spool_bytes", "pty", "stdin", "stdin_open", "timeout_s", "user",
+        "max_output_bytes", "max_spool_bytes", "pty", "session", "stdin", "stdin_open", "timeout_s", "user",
     )  # fmt: skip
 
     def __init__(self, request: dict[str, Any], stdin: bytes) -> None:
@@ -71,6 +72,7 @@ class JobSpec:
         self.background = bool(request.get("background"))
         self.concurrent = bool(request.get("concurrent"))
         self.internal = bool(request.get("internal"))
+        self.session: str | None = None if request.get("session") is None else _text(request["session"])
         size = request.get("pty")
         #: Rows and columns of its terminal, if it has one.
         self.pty: tuple[int, int] | None = None if size is None else (int(size[0]), int(size[1]))
@@ -103,6 +105,7 @@ class Job:
         "pid",
         "queue_s",
         "queued_mono",
+        "session_reset",
         "signal_name",
         "spec",
         "started_at",
@@ -117,6 +120,7 @@ class Job:
         "terminal_fd",
         "timed_out",
         "timers",
+        "turn",
         "watchers",
     )  # fmt: skip
 
@@ -149,6 +153,8 @@ class Job:
         self.stdin_fd = -1
         self.terminal_fd = -1
         self.drained = False
+        self.turn: Turn | None = None
+        self.session_reset = False
         self.stdin_buffer = bytearray(spec.stdin)
         self.stdin_waiters: list[Callable[[], None]] = []
         self.timers: list[Timer] = []
@@ -208,6 +214,8 @@ class Job:
             record["timed_out"] = True
         if self.oom_killed:
             record["oom_killed"] = True
+        if self.session_reset:
+            record["session_reset"] = True
         for name, output, size in (
             ("stdout", self.stdout, stdout_size),
             ("stderr", self.stderr, stderr_size),

@@ -11,6 +11,7 @@ from collections import deque
 from orchard.env.agent import accounts, spawn, terminal
 from orchard.env.agent.job import AgentError, Defaults, Job, JobSpec
 from orchard.env.agent.pipes import Pipes
+from orchard.env.agent.sessions import Sessions, SessionsFull, Turn
 from orchard.env.agent.surroundings import Surroundings
 
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
@@ -28,7 +29,7 @@ _DYING_POLL_S = 0.005
 _TERMINAL_DRAIN_S = 0.02
 
 #: Ways for a command to end that are errors of the request: it never ran, and is told as such to who waits.
-REFUSALS = ("cwd_not_found", "user_not_found", "invalid_request")
+REFUSALS = ("cwd_not_found", "user_not_found", "invalid_request", "conflict")
 SIGNAL_NAMES = {s.value: s.name[3:] for s in signal.Signals}
 
 
@@ -65,6 +66,7 @@ class JobTable:
         self._retained_cap = retained_bytes
         self._retained = 0
         self.jobs: dict[str, Job] = {}
+        self.sessions = Sessions()
         self._finished: deque[Job] = deque()
         self._by_pid: dict[int, Job] = {}
         self._ended: deque[tuple[Job, int]] = deque()
@@ -168,7 +170,11 @@ class JobTable:
         try:
             account = self.surroundings.account(spec)
             env, path = self.surroundings.environment(spec, account)
-            command = spawn.resolve(spec.command, spec.login_shell, path)
+            argv: str | list[str] = spec.command
+            if spec.session is not None:
+                job.turn = self._turn(spec.session, spec.env)
+                argv = job.turn.argv(spec.command, spawn.session_shell(), back=spec.cwd is None)
+            command = spawn.resolve(argv, spec.login_shell, path)
             directory_fd = self.surroundings.directory(spec)
             try:
                 self._launch(job, command, env, account, directory_fd)
@@ -180,6 +186,15 @@ class JobTable:
             return
         if spec.timeout_s is not None:
             job.timers.append(self._loop.after(spec.timeout_s, lambda: self._timed_out(job)))
+
+    def _turn(self, name: str, env: dict[str, str]) -> Turn:
+        session = self.sessions.get(name)
+        if session.busy:
+            raise AgentError(
+                "conflict",
+                f"a command of session {name} runs already; they take turns: do not start them concurrently",
+            )
+        return Turn(session, env)
 
     def resize(self, job: Job, rows: int, cols: int) -> None:
         """Set the size of its terminal in characters."""
@@ -247,13 +262,16 @@ class JobTable:
     def _spawn(self, job: Job, command: spawn.Command, env: list[bytes], account: accounts.Account, directory_fd: int,
                streams: tuple[int, int, int], *, past_limit: bool = False) -> int:  # fmt: skip
         """The pid. streams: what becomes stdin, stdout and stderr. Raises `SpawnError`."""
+        keep_fds = job.turn.show() if job.turn is not None else ()
         self._containment.enter(past_limit=past_limit)
         try:
             return spawn.spawn(command, env=env, directory_fd=directory_fd, account=account, stdin_fd=streams[0],
                                stdout_fd=streams[1], stderr_fd=streams[2], null_fd=self._null_fd,
-                               terminal=job.spec.pty is not None)  # fmt: skip
+                               terminal=job.spec.pty is not None, keep_fds=keep_fds)  # fmt: skip
         finally:
             self._containment.leave()
+            if job.turn is not None:
+                job.turn.hide()
 
     def _start_failed(self, job: Job, error: Exception) -> None:
         """A program that is not there or not executable ends like in a shell: 127 or 126 and a line on stderr."""
@@ -263,6 +281,8 @@ class JobTable:
             job.error_code = "command_not_found" if missing else None
             self._complete(job, 127 if missing else 126)
             return
+        if isinstance(error, SessionsFull):
+            error = AgentError("invalid_request", "the sandbox holds 256 sessions; delete some first")
         if isinstance(error, AgentError):
             job.error_code = error.code
             job.error = error.detail
@@ -403,6 +423,9 @@ class JobTable:
         for timer in job.timers:
             timer.cancel()
         job.timers.clear()
+        if job.turn is not None:
+            job.session_reset = not job.turn.end() and job.pid > 0
+            job.turn = None
         job.exit_code = exit_code
         if job.timed_out:
             job.exit_code = 124

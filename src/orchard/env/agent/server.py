@@ -220,7 +220,8 @@ class Agent:
         self._boot_id = os.urandom(8).hex()
         self._operations: dict[str, Callable[..., None]] = {
             "exec": self._exec, "job": self._job, "output": self._output, "jobs": self._list_jobs, "cancel": self._cancel,
-            "signal": self._signal, "stdin": self._stdin, "resize": self._resize, "forget": self._forget, "read": self._read,
+            "signal": self._signal, "stdin": self._stdin, "resize": self._resize, "sessions": self._sessions,
+            "end_session": self._end_session, "forget": self._forget, "read": self._read,
             "write": self._write, "abort": self._abort, "list": self._list, "log": self._log_op,
             "ping": self._ping, "statvfs": self._statvfs,
         }  # fmt: skip
@@ -441,6 +442,16 @@ class Agent:
     ) -> None:
         self.jobs.resize(self.jobs.get(header["job_id"]), int(header["rows"]), int(header["cols"]))
         answer({})
+
+    def _sessions(
+        self, _header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any
+    ) -> None:
+        answer({"sessions": self.jobs.sessions.listing()})
+
+    def _end_session(
+        self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any
+    ) -> None:
+        answer({"existed": self.jobs.sessions.remove(header["name"])})
 
     def _forget(
         self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any

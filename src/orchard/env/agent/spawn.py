@@ -69,6 +69,14 @@ def _login_argv(command: str) -> tuple[list[str], bool]:
     return [bash, "-l", "-i", "-c", start + command], True
 
 
+def session_shell() -> str:
+    """The shell of sessions. Raises `SpawnError` when the image has none."""
+    shell = _shell("bash") or _shell("sh")
+    if shell is None:
+        raise SpawnError(errno.ENOENT, "exec", "sh (this image has no shell: sessions need one)")
+    return shell
+
+
 def resolve(command: str | list[str], login_shell: bool, path: str) -> Command:
     """The program for a command: a list is exact argv, a string goes to a shell. Raises `SpawnError`."""
     late = False
@@ -108,19 +116,19 @@ def spawn(
     stderr_fd: int,
     null_fd: int,
     terminal: bool = False,
+    keep_fds: tuple[int, ...] = (),
 ) -> int:
     """Start `command` in its own session; the pid. Raises `SpawnError`.
 
-    terminal: its standard input is a terminal, which becomes the one that controls its session.
-
-    directory_fd: where it starts. vfork is used for the agent's own user; another user needs a copying fork, in
-    which the ids are set.
+    directory_fd: where it starts. keep_fds: further descriptors that it has under the same numbers. terminal: its
+    standard input is a terminal, which becomes the one that controls its session. vfork is used for the agent's own
+    user without a terminal; else a copying fork is needed, in which the rest is set.
     """
-    pass_fds: tuple[int, ...] = ()
+    pass_fds = keep_fds
     start_stderr = stderr_fd
     if command.late_stderr:
         os.dup2(stderr_fd, _LATE_STDERR_FD, inheritable=False)
-        pass_fds = (_LATE_STDERR_FD,)
+        pass_fds = (*keep_fds, _LATE_STDERR_FD)
         start_stderr = null_fd
     same_user = (
         account.uid == os.geteuid()

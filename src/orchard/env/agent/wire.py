@@ -13,7 +13,7 @@ Operations (→ answer fields; `+ payload` marks raw bytes):
     ping                                              → now
     exec      job_id, command, timeout_s, grace_s, cwd, env, user, login_shell, stdin_size, stdin_open,
               max_output_bytes, max_spool_bytes, background, concurrent, wait, internal,
-              pty [rows, cols]   + payload: stdin bytes
+              session (name), pty [rows, cols]   + payload: stdin bytes
               → job [+ payload: stdout then stderr when finished]
               `wait: false` answers once accepted (status queued or running); `wait: true` when finished.
               A known job_id attaches to that job instead of starting one (`attached: true`); another command
@@ -30,6 +30,8 @@ Operations (→ answer fields; `+ payload` marks raw bytes):
     signal    job_id, signal (number)                 → (to every process of the job)
     stdin     job_id, eof              + payload      → (waits for room: back-pressure)
     resize    job_id, rows, cols                      → (of the terminal of a command started with `pty`)
+    sessions                                          → sessions [{name, created_at, used_at, busy}]
+    end_session name                                  → existed
     read      path, offset, limit                     → size, mode, eof  + payload (at most 4 MiB)
     write     path, upload, offset, last, mode        → size   + payload; chunks of one `upload` in order; the
               file appears under its name, atomically, with the `last` one
@@ -67,7 +69,7 @@ _scan = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 
 _JOB_DEFAULTS: dict[str, object] = {
     "exit_code": None, "signal": None, "started_at": None, "completed_at": None, "duration_s": None, "queue_s": None,
-    "error": None, "error_code": None, "timed_out": False, "oom_killed": False,
+    "error": None, "error_code": None, "timed_out": False, "oom_killed": False, "session_reset": False,
     "stdout_bytes": 0, "stderr_bytes": 0, "stdout_size": 0, "stderr_size": 0,
     "stdout_truncated": False, "stderr_truncated": False,
 }  # fmt: skip

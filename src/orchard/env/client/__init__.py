@@ -14,12 +14,13 @@ from orchard.env.client.aio import (
     AsyncFiles,
     AsyncSandbox,
     AsyncSandboxClient,
+    AsyncSessions,
     AsyncTerminal,
 )
 from orchard.env.client.results import JobResult, OutputChunk, OutputGap
 from orchard.env.client.retry import RetryPolicy
 from orchard.env.client.settings import ClientSettings
-from orchard.env.client.sync import CommandHandle, Commands, Files, Sandbox, SandboxClient, Terminal
+from orchard.env.client.sync import CommandHandle, Commands, Files, Sandbox, SandboxClient, Sessions, Terminal
 
 __all__ = [
     "AsyncCommandHandle",
@@ -27,6 +28,7 @@ __all__ = [
     "AsyncFiles",
     "AsyncSandbox",
     "AsyncSandboxClient",
+    "AsyncSessions",
     "AsyncTerminal",
     "ClientSettings",
     "CommandHandle",
@@ -38,5 +40,6 @@ __all__ = [
     "RetryPolicy",
     "Sandbox",
     "SandboxClient",
+    "Sessions",
     "Terminal",
 ]

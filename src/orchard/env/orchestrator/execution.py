@@ -148,7 +148,7 @@ class Execution:
         for name, value in (
             ("grace_s", body.grace_seconds), ("cwd", body.cwd), ("env", body.env), ("user", body.user),
             ("login_shell", body.login_shell), ("stdin_open", body.stdin_open), ("background", body.background),
-            ("concurrent", body.concurrent),
+            ("concurrent", body.concurrent), ("session", body.session),
         ):  # fmt: skip
             if value:
                 arguments[name] = value

@@ -70,6 +70,7 @@ class LiveJob:
             "duration_seconds": None,
             "queue_seconds": None,
             "oom_killed": False,
+            "session_reset": False,
             "infra": False,
             **fields,
         }
@@ -262,6 +263,7 @@ def finished_head(job: LiveJob, answer: dict[str, Any]) -> dict[str, Any]:
         "duration_seconds": answer["duration_s"],
         "queue_seconds": answer["queue_s"],
         "oom_killed": answer["oom_killed"],
+        "session_reset": answer["session_reset"],
         "infra": error_code == "infrastructure_error",
     }
 
@@ -286,6 +288,7 @@ def exec_digest(body: ExecRequest) -> str:
         body.stdin,
         bool(body.login_shell),
         bool(body.background),
+        body.session,
     )
     text = json.dumps(same, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -4,6 +4,7 @@ from orchard.env.client.aio.client import AsyncSandboxClient
 from orchard.env.client.aio.commands import AsyncCommandHandle, AsyncCommands
 from orchard.env.client.aio.files import AsyncFiles
 from orchard.env.client.aio.sandbox import AsyncSandbox
+from orchard.env.client.aio.sessions import AsyncSessions
 from orchard.env.client.aio.terminals import AsyncTerminal
 
 __all__ = [
@@ -12,5 +13,6 @@ __all__ = [
     "AsyncFiles",
     "AsyncSandbox",
     "AsyncSandboxClient",
+    "AsyncSessions",
     "AsyncTerminal",
 ]

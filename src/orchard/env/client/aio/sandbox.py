@@ -13,6 +13,7 @@ from typing import Self
 from orchard.env.client.aio import jobs
 from orchard.env.client.aio.commands import AsyncCommands, Command, exec_request
 from orchard.env.client.aio.files import AsyncFiles, FileEntries, LocalPath
+from orchard.env.client.aio.sessions import AsyncSessions
 from orchard.env.client.aio.terminals import AsyncTerminal, attach_terminal, open_terminal
 from orchard.env.client.exits import OwnedSandboxes
 from orchard.env.client.results import JobResult
@@ -74,6 +75,11 @@ class AsyncSandbox:
     def commands(self) -> AsyncCommands:
         """Commands that are started now and waited for later."""
         return self._commands
+
+    @property
+    def sessions(self) -> AsyncSessions:
+        """Named shells; see `exec(session=…)`."""
+        return AsyncSessions(self._transport, self.sandbox_id)
 
     @property
     def files(self) -> AsyncFiles:
@@ -213,6 +219,7 @@ class AsyncSandbox:
         job_id: str | None = None,
         max_output_bytes: int | None = None,
         concurrent: bool | None = None,
+        session: str | None = None,
         check: bool = False,
     ) -> JobResult:
         """Run a command to its end.
@@ -223,7 +230,9 @@ class AsyncSandbox:
         (default 0). on_disconnect: "keep" (default) or "kill" the command when this client goes away. job_id:
         your own id; a command with a known id is never run again, its result is returned. max_output_bytes:
         of each stream, in the result (default 1 MiB). concurrent: do not wait for earlier commands. check:
-        raise `CommandFailed` or `CommandTimeout` unless it exits with 0.
+        raise `CommandFailed` or `CommandTimeout` unless it exits with 0. session: a named shell that keeps its
+        directory, variables and functions from one command to the next; `session_reset` of the result says when a
+        command's changes to it are lost.
 
         A lost connection neither runs the command twice nor loses its result. When infrastructure fails
         instead of the command, the typed error is raised (`infra` is true), never a result.
@@ -241,6 +250,7 @@ class AsyncSandbox:
             job_id=job_id or jobs.new_job_id(),
             max_output_bytes=max_output_bytes,
             concurrent=concurrent,
+            session=session,
         )
         job = await jobs.run(self._transport, self.sandbox_id, request)
         job.raise_for_infrastructure()

@@ -12,6 +12,7 @@ from orchard.env.client.portal import Portal
 from orchard.env.client.results import JobResult
 from orchard.env.client.sync.commands import Command, Commands
 from orchard.env.client.sync.files import FileEntries, Files, LocalPath
+from orchard.env.client.sync.sessions import Sessions
 from orchard.env.client.sync.terminals import Terminal
 from orchard.env.contract import (
     FileWritten,
@@ -57,6 +58,11 @@ class Sandbox:
     def commands(self) -> Commands:
         """Commands that are started now and waited for later."""
         return Commands(self._portal, self._async.commands)
+
+    @property
+    def sessions(self) -> Sessions:
+        """Named shells; see `exec(session=…)`."""
+        return Sessions(self._portal, self._async.sessions)
 
     @property
     def files(self) -> Files:
@@ -152,6 +158,7 @@ class Sandbox:
         job_id: str | None = None,
         max_output_bytes: int | None = None,
         concurrent: bool | None = None,
+        session: str | None = None,
         check: bool = False,
     ) -> JobResult:
         """Run a command to its end.
@@ -162,7 +169,9 @@ class Sandbox:
         (default 0). on_disconnect: "keep" (default) or "kill" the command when this client goes away. job_id:
         your own id; a command with a known id is never run again, its result is returned. max_output_bytes:
         of each stream, in the result (default 1 MiB). concurrent: do not wait for earlier commands. check:
-        raise `CommandFailed` or `CommandTimeout` unless it exits with 0.
+        raise `CommandFailed` or `CommandTimeout` unless it exits with 0. session: a named shell that keeps its
+        directory, variables and functions from one command to the next; `session_reset` of the result says when a
+        command's changes to it are lost.
 
         A lost connection neither runs the command twice nor loses its result. When infrastructure fails
         instead of the command, the typed error is raised (`infra` is true), never a result.
@@ -181,6 +190,7 @@ class Sandbox:
                 job_id=job_id,
                 max_output_bytes=max_output_bytes,
                 concurrent=concurrent,
+                session=session,
                 check=check,
             )
         )

@@ -28,6 +28,7 @@ from orchard.env.contract import (
     SandboxStats,
     SandboxStatus,
     Seconds,
+    SessionList,
 )
 from orchard.env.errors import InvalidRequest, OrchardError, SandboxTimeout
 from orchard.env.orchestrator.auth import Principal
@@ -185,6 +186,26 @@ async def list_jobs(request: Request, sandbox_id: str) -> Response:
     service = orchestrator(request)
     sandbox = await service.catalog.ready_one(principal(request), sandbox_id)
     return Json(await service.jobs.listing(sandbox))
+
+
+@routes.get("/sandboxes/{sandbox_id}/sessions", response_model=SessionList, tags=["commands"],
+            responses=errors(404, 409), summary="Its sessions")  # fmt: skip
+async def list_sessions(request: Request, sandbox_id: str) -> Response:
+    """Named shells, oldest first; a session begins with the first command that names it."""
+    service = orchestrator(request)
+    sandbox = await service.catalog.ready_one(principal(request), sandbox_id)
+    header, _ = await service.agents.call(sandbox, "sessions")
+    return json_of({"sessions": header["sessions"]})
+
+
+@routes.delete("/sandboxes/{sandbox_id}/sessions/{name}", response_model=Deleted, tags=["commands"],
+               responses=errors(404, 409), summary="Forget a session")  # fmt: skip
+async def delete_session(request: Request, sandbox_id: str, name: str) -> Response:
+    """The next command of that name begins anew. One that is not there is fine; a command that runs goes on."""
+    service = orchestrator(request)
+    sandbox = await service.catalog.ready_one(principal(request), sandbox_id)
+    await service.agents.call(sandbox, "end_session", name=name)
+    return json_of({"status": "deleted", "sandbox_id": sandbox.sandbox_id})
 
 
 @routes.get("/sandboxes/{sandbox_id}/stats", response_model=SandboxStats, responses=errors(404, 409),
