@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from orchard import __version__
-from orchard.cli import copying, doctor, execution, images, listing, sandboxes, serving
+from orchard.cli import copying, doctor, execution, images, listing, sandboxes, serving, shell
 
 app = typer.Typer(
     name="orchard",
@@ -44,6 +44,7 @@ app.command("serve")(serving.serve)
 app.command("run")(execution.run)
 app.command("create")(sandboxes.create)
 app.command("exec")(execution.execute)
+app.command("shell")(shell.shell)
 app.command("cp")(copying.copy)
 app.command("ps")(listing.ps)
 app.command("logs")(listing.logs)
