@@ -74,9 +74,11 @@ def test_a_shell_runs_in_this_terminal_and_passes_its_code_on(window: Window) ->
 
 
 def test_the_interrupt_key_goes_to_the_sandbox(window: Window) -> None:
-    window.type("sleep 600\r")
-    window.until("sleep 600")
+    window.type("echo on:$((1+1)); sleep 600\r")
+    window.until("on:2")
+    window.shown = b""
     window.type("\x03")
+    window.until("bash-")
     window.type("echo after:$?; exit\r")
     window.until("after:130")
 
@@ -96,7 +98,7 @@ def test_a_lost_terminal_can_be_attached_again(
     window.type("A=kept; echo first:$((1+1))\r")
     window.until("first:2")
     window.process.send_signal(signal.SIGTERM)
-    window.process.wait(60)
+    assert window.process.wait(60) == 128 + signal.SIGTERM, window.until("")
     pty_id = re.search(r"--attach (job-\w+)", window.until("--attach job-"))
     assert pty_id is not None
     again = Window(sandbox_id, "--attach", pty_id[1], env=service_environment)
