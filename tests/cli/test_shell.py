@@ -74,7 +74,7 @@ def test_a_shell_runs_in_this_terminal_and_passes_its_code_on(window: Window) ->
 
 
 def test_the_interrupt_key_goes_to_the_sandbox(window: Window) -> None:
-    window.type("echo on:$((1+1)); sleep 600\r")
+    window.type("sh -c 'echo on:$((1+1)); exec sleep 600'\r")
     window.until("on:2")
     window.shown = b""
     window.type("\x03")

@@ -30,15 +30,18 @@ class _Call(Generic[T]):
 
     def run(self) -> T:
         """Its result; when the calling thread is interrupted, it is cancelled and its clean-up awaited."""
+        # An interrupt may come between any two steps: all of them are inside one `try`.
+        closed = False
         try:
-            self._loop.call_soon_threadsafe(self._begin)
-        except RuntimeError:
-            self._coroutine.close()
-            raise RuntimeError("this client was closed; make a new one") from None
-        try:
+            try:
+                self._loop.call_soon_threadsafe(self._begin)
+            except RuntimeError:
+                closed = True
+                self._coroutine.close()
+                raise RuntimeError("this client was closed; make a new one") from None
             return self._result.result()
         except BaseException:
-            if not self._result.done():
+            if not closed and not self._result.done():
                 self._loop.call_soon_threadsafe(self._cancel)
                 concurrent.futures.wait([self._result], _CLOSE_TIMEOUT_S)
             raise
@@ -50,6 +53,10 @@ class _Call(Generic[T]):
     def _cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
+        elif not self._result.done():
+            # It was interrupted before it was handed over.
+            self._coroutine.close()
+            self._result.set_exception(concurrent.futures.CancelledError("interrupted"))
 
     def _finish(self, task: asyncio.Task[T]) -> None:
         if task.cancelled():
