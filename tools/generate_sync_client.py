@@ -48,6 +48,11 @@ class Names(ast.NodeTransformer):
         renamed = {"AsyncIterator": "Iterator"}.get(node.id, re.sub(r"^Async(?=[A-Z])", "", node.id))
         return ast.copy_location(ast.Name(renamed, node.ctx), node)
 
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        """`AsyncIterable | Iterable` is one type here."""
+        self.generic_visit(node)
+        return node.left if ast.dump(node.left) == ast.dump(node.right) else node
+
 
 def annotation(node: ast.expr | None) -> str:
     """A type annotation, in the synchronous world."""

@@ -11,6 +11,9 @@ from enum import StrEnum
 import aiohttp
 from aiohttp import web
 
+#: Headers of one connection, which the next one has of its own.
+_HOPS = ("host", "content-length", "transfer-encoding", "expect")
+
 
 class Fault(StrEnum):
     """What happens to one request."""
@@ -54,7 +57,7 @@ async def faulty_proxy(target: str) -> AsyncIterator[Proxy]:
         if fault is Fault.CUT:
             _cut(request)
         body_bytes = await request.read()
-        headers = {k: v for k, v in request.headers.items() if k.lower() not in ("host", "content-length")}
+        headers = {k: v for k, v in request.headers.items() if k.lower() not in _HOPS}
         url = target + request.path_qs
         async with session.request(request.method, url, data=body_bytes or None, headers=headers) as answer:
             content = await answer.read()

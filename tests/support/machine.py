@@ -92,6 +92,22 @@ def resident_bytes(pid: int) -> int:
     return int(value.split()[0]) * 1024 if value else 0
 
 
+class Growth:
+    """How far the resident memory of a process has risen above what it was at the beginning, at its highest."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        # The kernel begins anew to note the highest.
+        (PROC / str(pid) / "clear_refs").write_text("5")
+        self._before = resident_bytes(pid)
+
+    @property
+    def bytes(self) -> int:
+        value = status_field(self._pid, "VmHWM")
+        assert value is not None, f"process {self._pid} is gone"
+        return int(value.split()[0]) * 1024 - self._before
+
+
 def network_devices() -> set[str]:
     return {path.name for path in Path("/sys/class/net").iterdir()}
 

@@ -248,5 +248,29 @@ class Box:
     def ls(self, path: str) -> dict[str, JsonObject]:
         return {entry["name"]: entry for entry in self.get_list(path).expect(200)["files"]}
 
+    def put_content(self, path: str, content: bytes, **query: Any) -> Answer:
+        return self.rest.raw("PUT", f"{self.path}/files/content", content, query={"path": path, **query})
+
+    def get_content(self, path: str) -> Answer:
+        return self.rest.raw("GET", f"{self.path}/files/content", query={"path": path})
+
+    def put_archive(self, path: str, archive: bytes) -> Answer:
+        return self.rest.raw("PUT", f"{self.path}/archive", archive, query={"path": path})
+
+    def get_archive(self, path: str) -> Answer:
+        return self.rest.raw("GET", f"{self.path}/archive", query={"path": path})
+
+    def stat(self, path: str, **query: Any) -> Answer:
+        return self.rest.get(f"{self.path}/files/stat", path=path, **query)
+
+    def mkdir(self, path: str, **fields: Any) -> Answer:
+        return self.rest.post(f"{self.path}/files/mkdir", {"path": path, **fields})
+
+    def move(self, source: str, target: str, **fields: Any) -> Answer:
+        return self.rest.post(f"{self.path}/files/move", {"source": source, "target": target, **fields})
+
+    def remove(self, path: str, **query: Any) -> Answer:
+        return self.rest.delete(f"{self.path}/files", path=path, **query)
+
     def apply_patch(self, patch: str, **fields: Any) -> Answer:
         return self.rest.post(f"{self.path}/apply_patch", {"patch": patch, **fields})

@@ -53,7 +53,8 @@ def _into(sandbox: Sandbox, path: str, name: str) -> str:
 
     if not path.endswith("/"):
         try:
-            sandbox.files.list(path)
+            if sandbox.files.stat(path, follow=True).type != "directory":
+                return path
         except (FileMissing, PathInvalid):
             return path
     return posixpath.join(path, name)

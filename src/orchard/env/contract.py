@@ -477,17 +477,22 @@ class PatchResult(_Answer):
     exit_code: int | None = None
 
 
+FilePath = Annotated[Text, Field(min_length=1, max_length=4096)]
+OctalMode = Annotated[str, Field(pattern=r"^0?[0-7]{3,4}$")]
+FileMode = Annotated[int, Field(ge=0, le=0o7777)] | OctalMode
+
+
+def mode_bits(mode: int | str | None) -> int | None:
+    """Permission bits of a `FileMode`."""
+    return int(mode, 8) if isinstance(mode, str) else mode
+
+
 class WriteFile(_Request):
     """POST /sandboxes/{id}/files. mode: octal text such as "0755", or an integer."""
 
-    path: Annotated[Text, Field(min_length=1, max_length=4096)]
+    path: FilePath
     content: Base64
-    mode: Annotated[int, Field(ge=0, le=0o7777)] | Annotated[str, Field(pattern=r"^0?[0-7]{3,4}$")] | None = (
-        None
-    )
-
-    def mode_bits(self) -> int | None:
-        return int(self.mode, 8) if isinstance(self.mode, str) else self.mode
+    mode: FileMode | None = None
 
 
 class FileWritten(_Answer):
@@ -511,6 +516,48 @@ class FileEntry(_Answer):
     modified: float
     mode: int = 0
     target: str | None = None
+
+
+class FileStat(_Answer):
+    """GET /sandboxes/{id}/files/stat: the fields of `FileEntry`, and the path that was asked for."""
+
+    path: str
+    type: Literal["file", "directory", "symlink", "other"]
+    size: int
+    modified: float
+    mode: int = 0
+    target: str | None = None
+
+
+class MakeDirectory(_Request):
+    """POST /sandboxes/{id}/files/mkdir. parents: make those above it too, and accept a directory that is there already.
+    mode: octal text such as "0755" (the default), or an integer."""
+
+    path: FilePath
+    parents: bool = False
+    mode: FileMode | None = None
+
+
+class MoveFile(_Request):
+    """POST /sandboxes/{id}/files/move. overwrite: replace a file, a link or an empty directory at `target`."""
+
+    source: FilePath
+    target: FilePath
+    overwrite: bool = False
+
+
+class FileRemoved(_Answer):
+    status: Literal["deleted"] = "deleted"
+    path: str
+
+
+class ArchiveWritten(_Answer):
+    """entries: how many were made, directories and links included. size: bytes of the files."""
+
+    success: bool = True
+    path: str
+    entries: int
+    size: int
 
 
 class FileListing(_Answer):

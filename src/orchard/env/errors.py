@@ -7,6 +7,7 @@
     │   ├── CwdNotFound           400  the working directory of a command does not exist
     │   ├── UserNotFound          400  the user of a command does not exist in the image
     │   ├── PathInvalid           400  a path is empty, escapes, or names something unusable
+    │   │   └── ArchiveInvalid    400  a tar archive is damaged, or an entry of it would lead outside
     │   ├── PatchToolMissing      400  neither git nor patch exists in the image
     │   └── ImageInvalid          422  an image archive is damaged, hostile or for another machine
     ├── Unauthorized              401  no key, or an unknown one
@@ -124,6 +125,12 @@ class UserNotFound(InvalidRequest):
 class PathInvalid(InvalidRequest):
     code = "path_invalid"
     http_status = 400
+
+
+class ArchiveInvalid(PathInvalid):
+    """A tar archive is damaged, or one of its entries would lead outside or cannot be kept; it is named."""
+
+    code = "archive_invalid"
 
 
 class PatchToolMissing(InvalidRequest):

@@ -8,7 +8,7 @@ import os
 import stat
 
 from orchard.env.agent.job import AgentError
-from orchard.env.agent.paths import make_directories, open_inside
+from orchard.env.agent.paths import At, Places, failure, make_directories
 from orchard.env.agent.wire import CHUNK_BYTES
 
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
@@ -16,38 +16,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 _DEFAULT_MODE = 0o644
-_TYPES = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlink"}
-
-_CODES = {
-    errno.ENOENT: "file_not_found",
-    errno.ENOTDIR: "path_invalid",
-    errno.EISDIR: "path_invalid",
-    errno.ELOOP: "path_invalid",
-    errno.ENAMETOOLONG: "path_invalid",
-    errno.EXDEV: "path_invalid",
-    errno.EACCES: "path_invalid",
-    errno.EPERM: "path_invalid",
-    errno.EROFS: "path_invalid",
-    errno.ETXTBSY: "path_invalid",
-    errno.ENXIO: "path_invalid",
-    errno.EINVAL: "path_invalid",
-    errno.ENOSPC: "disk_full",
-    errno.EDQUOT: "disk_full",
-}
-
-
-def _failure(error: OSError, path: str) -> AgentError:
-    number = error.errno or errno.EIO
-    return AgentError(_CODES.get(number, "infrastructure_error"), f"{path!r}: {os.strerror(number)}")
-
-
-def _encode(path: str) -> bytes:
-    if not path or "\0" in path:
-        raise AgentError("path_invalid", "the path is empty or holds a NUL byte; give an absolute path")
-    try:
-        return path.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        raise AgentError("path_invalid", "the path is not encodable as UTF-8") from None
+TYPES = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlink"}
 
 
 def _read_at(fd: int, offset: int, limit: int) -> bytes:
@@ -63,20 +32,6 @@ def _read_at(fd: int, offset: int, limit: int) -> bytes:
     return b"".join(parts)
 
 
-class _At:
-    """A directory descriptor and a name in it; closes the descriptor on exit."""
-
-    def __init__(self, dir_fd: int, name: bytes) -> None:
-        self.dir_fd = dir_fd
-        self.name = name
-
-    def __enter__(self) -> _At:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.dir_fd)
-
-
 class _Upload:
     """A file being written under a temporary name beside its own."""
 
@@ -90,82 +45,125 @@ class _Upload:
         self.size = 0
 
 
-class Files:
-    """File operations; relative paths start at `base` (the sandbox's working directory)."""
+def printable(name: str) -> str:
+    """A name with its undecodable bytes replaced."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
-    def __init__(self, uploads_limit: int = 256) -> None:
-        self.base = "/"
+
+def described(info: os.stat_result, target: str | None, raw: bool = False) -> dict[str, Any]:
+    """The fields that tell of an entry, but for its name."""
+    kind = TYPES.get(stat.S_IFMT(info.st_mode), "other")
+    entry: dict[str, Any] = {
+        "type": kind, "size": info.st_size, "modified": info.st_mtime, "mode": stat.S_IMODE(info.st_mode),
+    }  # fmt: skip
+    if raw:
+        entry["modified_ns"] = info.st_mtime_ns
+    if target is not None:
+        entry["target"] = target if raw else printable(target)
+    return entry
+
+
+class Files:
+    """Content of files and of directories. Where a `root` is given, paths are below it and use no links."""
+
+    def __init__(self, places: Places, uploads_limit: int = 256) -> None:
+        self._places = places
         self._uploads: dict[str, _Upload] = {}
         self._uploads_limit = uploads_limit
 
-    def _absolute(self, path: str) -> bytes:
-        raw = _encode(path)
-        return raw if raw.startswith(b"/") else _encode(self.base).rstrip(b"/") + b"/" + raw
-
     # ----------------------------------------------------------------------------------------------- read
 
-    def read(self, path: str, offset: int, limit: int) -> tuple[dict[str, Any], bytes]:
-        """A piece of a regular file: `{size, mode, eof}` and the bytes."""
+    def read(
+        self, path: str, offset: int, limit: int, root: str | None = None, identity: str | None = None
+    ) -> tuple[dict[str, Any], bytes]:
+        """A piece of a regular file: `{size, mode, eof, identity}` and the bytes.
+
+        identity: what the answer for an earlier piece told; another file under this name is `conflict`.
+        """
         try:
             # O_NONBLOCK: a FIFO without a writer must not block the agent before it can be seen to be one.
-            fd = open_inside(self._absolute(path), os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+            fd = self._places.open(path, root, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
         except OSError as error:
-            raise _failure(error, path) from None
+            raise failure(error, path) from None
         try:
             info = os.fstat(fd)
             if not stat.S_ISREG(info.st_mode):
-                kind = _TYPES.get(stat.S_IFMT(info.st_mode), "special file")
+                kind = TYPES.get(stat.S_IFMT(info.st_mode), "special file")
                 raise AgentError("path_invalid", f"{path!r} is a {kind}, not a regular file")
+            found = f"{info.st_dev}:{info.st_ino}"
+            if identity not in (None, found):
+                raise AgentError("conflict", f"{path!r} was replaced while it was read; read it again")
             data = _read_at(fd, offset, min(limit, CHUNK_BYTES))
             # Files of /proc and the like have size 0 and content all the same: the end is an empty read.
             eof = not data or (info.st_size > 0 and offset + len(data) >= info.st_size)
-            return {"size": info.st_size, "mode": stat.S_IMODE(info.st_mode), "eof": eof}, data
+            mode = stat.S_IMODE(info.st_mode)
+            return {"size": info.st_size, "mode": mode, "eof": eof, "identity": found}, data
         except OSError as error:
-            raise _failure(error, path) from None
+            raise failure(error, path) from None
         finally:
             os.close(fd)
 
-    def list(self, path: str) -> dict[str, Any]:
-        """The entries of a directory, sorted by name; links are described, not followed."""
+    def list(
+        self,
+        path: str,
+        root: str | None = None,
+        raw: bool = False,
+        after: str = "",
+        limit: int | None = None,
+    ) -> dict[str, Any]:
+        """The entries of a directory, sorted by name; links are described, not followed.
+
+        raw: names and targets keep undecodable bytes as lone surrogates. after, limit: at most so many, of the
+        names that follow `after`; `more` tells that there are others.
+        """
         try:
-            fd = open_inside(self._absolute(path), os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK)
+            fd = self._places.open(path, root, os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK)
         except OSError as error:
-            raise _failure(error, path) from None
+            raise failure(error, path) from None
         try:
-            entries = [self._entry(fd, name) for name in sorted(os.listdir(fd))]
-            return {"path": path, "files": [entry for entry in entries if entry is not None]}
+            names = sorted(name for name in os.listdir(fd) if name > after)
+            entries = [self._entry(fd, name, raw) for name in names[:limit]]
+            found = [entry for entry in entries if entry is not None]
+            more = limit is not None and len(names) > limit
+            # The last name may have vanished: where to go on is told apart from the entries.
+            return {"path": path, "files": found, **({"more": names[limit - 1]} if more and limit else {})}
         except OSError as error:
-            raise _failure(error, path) from None
+            raise failure(error, path) from None
         finally:
             os.close(fd)
 
-    def _entry(self, dir_fd: int, name: str) -> dict[str, Any] | None:
+    def _entry(self, dir_fd: int, name: str, raw: bool) -> dict[str, Any] | None:
         try:
             info = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
-            kind = _TYPES.get(stat.S_IFMT(info.st_mode), "other")
-            target = os.readlink(name, dir_fd=dir_fd) if kind == "symlink" else None
+            target = os.readlink(name, dir_fd=dir_fd) if stat.S_ISLNK(info.st_mode) else None
         except OSError:
             return None  # it vanished between the listing and the look
-        printable = name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-        entry: dict[str, Any] = {
-            "name": printable, "type": kind, "size": info.st_size, "modified": info.st_mtime,
-            "mode": stat.S_IMODE(info.st_mode),
-        }  # fmt: skip
-        if target is not None:
-            entry["target"] = target.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        entry = described(info, target, raw)
+        entry["name"] = name if raw else printable(name)
         return entry
 
     # ---------------------------------------------------------------------------------------------- write
 
     def write(
-        self, path: str, upload: str, offset: int, data: bytes, last: bool, mode: int | None
+        self,
+        path: str,
+        upload: str,
+        offset: int,
+        data: bytes,
+        last: bool,
+        mode: int | None,
+        root: str | None = None,
+        modified_ns: int | None = None,
     ) -> dict[str, Any]:
-        """One chunk of an upload. The file appears, whole, with the last one; a failure leaves nothing."""
+        """One chunk of an upload. The file appears, whole, with the last one; a failure leaves nothing.
+
+        A link at `path` is followed to the file, but replaced itself below a `root`.
+        """
         state = self._uploads.get(upload)
         if state is None:
             if offset != 0:
                 raise AgentError("conflict", f"upload {upload} is not known; begin again at offset 0")
-            state = self._begin(path, upload)
+            state = self._begin(path, upload, root)
         try:
             if offset != state.size:
                 raise AgentError(
@@ -173,12 +171,12 @@ class Files:
                 )
             self._append(state, data)
             if last:
-                self._commit(state, mode)
+                self._commit(state, mode, modified_ns)
                 del self._uploads[upload]
             return {"size": state.size}
         except OSError as error:
             self.abort(upload)
-            raise _failure(error, path) from None
+            raise failure(error, path) from None
         except AgentError:
             self.abort(upload)
             raise
@@ -195,28 +193,33 @@ class Files:
         os.close(state.fd)
         os.close(state.dir_fd)
 
-    def _begin(self, path: str, upload: str) -> _Upload:
+    def abort_all(self) -> None:
+        """Drop every upload: nobody is left who could go on with one."""
+        for upload in [*self._uploads]:
+            self.abort(upload)
+
+    def _begin(self, path: str, upload: str, root: str | None) -> _Upload:
         if len(self._uploads) >= self._uploads_limit:
             raise AgentError(
                 "overloaded", f"more than {self._uploads_limit} uploads at once; finish some first"
             )
-        full = self._absolute(path)
-        if full.endswith(b"/"):
+        if path.endswith("/"):
             raise AgentError("path_invalid", f"{path!r} names a directory; give the file's own path")
         try:
-            with self._parent(full) as at:
+            with self._followed(path) if root is None else self._places.parent(path, root, make=True) as at:
                 temporary = b".%s.orchard-%s" % (at.name[:128], os.urandom(6).hex().encode())
                 fd = os.open(
                     temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=at.dir_fd
                 )
                 state = _Upload(fd, os.dup(at.dir_fd), temporary, at.name)
         except OSError as error:
-            raise _failure(error, path) from None
+            raise failure(error, path) from None
         self._uploads[upload] = state
         return state
 
-    def _parent(self, full: bytes) -> _At:
+    def _followed(self, path: str) -> At:
         """The directory that holds the file, made if missing; final symlinks are followed to their end."""
+        full = self._places.absolute(path)
         for _ in range(40):
             folder, name = os.path.split(full)
             if name in (b"", b".", b".."):
@@ -225,12 +228,12 @@ class Files:
             try:
                 info = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
             except FileNotFoundError:
-                return _At(dir_fd, name)
+                return At(dir_fd, name)
             except OSError:
                 os.close(dir_fd)
                 raise
             if stat.S_ISREG(info.st_mode):
-                return _At(dir_fd, name)
+                return At(dir_fd, name)
             try:
                 if not stat.S_ISLNK(info.st_mode):
                     raise OSError(
@@ -249,10 +252,12 @@ class Files:
             view = view[sent:]
             state.size += sent
 
-    def _commit(self, state: _Upload, mode: int | None) -> None:
+    def _commit(self, state: _Upload, mode: int | None, modified_ns: int | None) -> None:
         if mode is None:
             mode = self._existing_mode(state)
         os.fchmod(state.fd, mode)
+        if modified_ns is not None:
+            os.utime(state.fd, ns=(modified_ns, modified_ns))
         os.rename(state.temporary, state.name, src_dir_fd=state.dir_fd, dst_dir_fd=state.dir_fd)
         os.close(state.fd)
         os.close(state.dir_fd)

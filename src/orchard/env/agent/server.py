@@ -11,12 +11,13 @@ from _operator import _compare_digest
 from collections import deque
 
 from orchard.env.agent import accounts
+from orchard.env.agent.entries import Entries
 from orchard.env.agent.files import Files
 from orchard.env.agent.job import AgentError, Defaults, Job, JobSpec
 from orchard.env.agent.jobs import REFUSALS, JobTable
 from orchard.env.agent.loop import READ, WRITE, Loop
 from orchard.env.agent.output import Spool
-from orchard.env.agent.paths import make_directories
+from orchard.env.agent.paths import Places, make_directories
 from orchard.env.agent.wire import CHUNK_BYTES, WIRE_VERSION, FrameReader, WireError, frame
 
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
@@ -193,6 +194,9 @@ class Connection:
             self._unsent.clear()
             self._unmade.clear()
             self._agent.connections.discard(self)
+            if self.authenticated and not any(each.authenticated for each in self._agent.connections):
+                # Whoever sent them is gone: half a file is never finished.
+                self._agent.files.abort_all()
 
 
 class Agent:
@@ -214,7 +218,8 @@ class Agent:
         self._log_fd = log_fd
         self.defaults = Defaults()
         self.containment = containment
-        self.files = Files()
+        self.places = Places()
+        self.files = Files(self.places)
         self.jobs = JobTable(self.loop, containment, self.defaults, null_fd, Spool(folder_fd), self.log)
         self.connections: set[Connection] = set()
         self._boot_id = os.urandom(8).hex()
@@ -223,7 +228,7 @@ class Agent:
             "signal": self._signal, "stdin": self._stdin, "resize": self._resize, "sessions": self._sessions,
             "end_session": self._end_session, "forget": self._forget, "read": self._read,
             "write": self._write, "abort": self._abort, "list": self._list, "log": self._log_op,
-            "ping": self._ping, "statvfs": self._statvfs,
+            "ping": self._ping, "statvfs": self._statvfs, **Entries(self.places).operations(),
         }  # fmt: skip
 
     def run(self) -> None:
@@ -304,7 +309,7 @@ class Agent:
         if defaults.get("user"):
             self.defaults.user = defaults["user"]
         if defaults.get("working_dir"):
-            self.defaults.working_dir = self.files.base = defaults["working_dir"]
+            self.defaults.working_dir = self.places.base = defaults["working_dir"]
             self._make_working_dir(defaults["working_dir"])
         self.loop.after(0, self.jobs.warm_up)
 
@@ -464,14 +469,17 @@ class Agent:
 
     def _read(self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any) -> None:
         info, data = self.files.read(
-            header["path"], int(header.get("offset", 0)), int(header.get("limit", CHUNK_BYTES))
-        )
+            header["path"], int(header.get("offset", 0)), int(header.get("limit", CHUNK_BYTES)),
+            header.get("root"), header.get("identity"),
+        )  # fmt: skip
         answer(info, data)
 
     def _write(self, header: dict[str, Any], payload: bytes, answer: Callable[..., None], _fail: Any) -> None:
         mode = header.get("mode")
-        answer(self.files.write(header["path"], header["upload"], int(header.get("offset", 0)), payload,
-                                bool(header.get("last", True)), None if mode is None else int(mode) & 0o7777))  # fmt: skip
+        answer(self.files.write(
+            header["path"], header["upload"], int(header.get("offset", 0)), payload, bool(header.get("last", True)),
+            None if mode is None else int(mode) & 0o7777, header.get("root"), header.get("modified_ns"),
+        ))  # fmt: skip
 
     def _abort(
         self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any
@@ -480,7 +488,9 @@ class Agent:
         answer({})
 
     def _list(self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any) -> None:
-        answer(self.files.list(header["path"]))
+        answer(self.files.list(
+            header["path"], header.get("root"), bool(header.get("raw")), header.get("after") or "", header.get("limit")
+        ))  # fmt: skip
 
     # ---------------------------------------------------------------------------------------------- looking
 

@@ -21,7 +21,12 @@ _RT_SIGACTION = {"x86_64": 13, "aarch64": 134}.get(os.uname().machine, -1)
 SYS_OPENAT2 = 437
 SYS_CLOSE_RANGE = 436
 
+_RENAMEAT2 = {"x86_64": 316, "aarch64": 276}.get(os.uname().machine, -1)
+RENAME_NOREPLACE = 1
+
 RESOLVE_NO_MAGICLINKS = 0x02
+RESOLVE_NO_SYMLINKS = 0x04
+RESOLVE_BENEATH = 0x08
 RESOLVE_IN_ROOT = 0x10
 
 PR_SET_DUMPABLE = 4
@@ -53,6 +58,12 @@ def openat2(dir_fd: int, path: bytes, flags: int, mode: int = 0, resolve: int = 
         # EAGAIN: a rename raced with the resolution; the kernel asks to try again.
         if number not in (errno.EAGAIN, errno.EINTR):
             raise OSError(number, os.strerror(number), os.fsdecode(path))
+
+
+def rename_new(old: bytes, new: bytes, old_dir_fd: int, new_dir_fd: int) -> None:
+    """renameat2(2) that replaces nothing: FileExistsError when the new name is taken."""
+    arguments = (old_dir_fd, ctypes.c_char_p(old), new_dir_fd, ctypes.c_char_p(new), RENAME_NOREPLACE)
+    checked(_syscall(_RENAMEAT2, *arguments), "renameat2")
 
 
 def close_range(first: int, last: int = 0xFFFFFFFF) -> None:

@@ -6,6 +6,8 @@ of the second. Requests carry `id` (an integer unique on the connection) and `op
 Answers may come in any order. The first request must be `hello` with the sandbox's token; anything else
 closes the connection. Any number of connections may be open; a job belongs to the agent, not to one of them.
 
+Paths are absolute or start at the working directory; where a `root` is given, they are below it and use no link.
+
 Operations (→ answer fields; `+ payload` marks raw bytes):
 
     hello     token, configure {env, working_dir, user}?  → version, pid, boot_id, jobs (count)
@@ -32,11 +34,21 @@ Operations (→ answer fields; `+ payload` marks raw bytes):
     resize    job_id, rows, cols                      → (of the terminal of a command started with `pty`)
     sessions                                          → sessions [{name, created_at, used_at, busy}]
     end_session name                                  → existed
-    read      path, offset, limit                     → size, mode, eof  + payload (at most 4 MiB)
-    write     path, upload, offset, last, mode        → size   + payload; chunks of one `upload` in order; the
-              file appears under its name, atomically, with the `last` one
-    abort     upload                                  → (drops the temporary file)
-    list      path                                    → path, files [{name, type, size, modified, mode, target}]
+    read      path, root, offset, limit, identity     → size, mode, eof, identity  + payload (at most 4 MiB)
+              `identity` of an earlier piece: `conflict` if the name holds another file by now
+    write     path, root, upload, offset, last, mode, modified_ns → size   + payload; chunks of one `upload` in
+              order; the file appears under its name, atomically, with the `last` one
+    abort     upload                                  → (drops the temporary file); the end of the last
+              connection drops them all
+    list      path, root, raw, after, limit           → path, files [{name, type, size, modified, mode, target}],
+              more (the last name looked at, if there are others). `raw`: undecodable bytes as lone surrogates,
+              and modified_ns
+    stat      path, follow                            → type, size, modified, modified_ns, mode, target
+    mkdir     path, root, parents, mode               → (nothing; `conflict` when it exists and not `parents`)
+    symlink   path, root, target, modified_ns         → (replaces what is there, but for a directory)
+    attributes path, root, mode, modified_ns          → (of a directory)
+    move      source, target, overwrite               → (in one step; `conflict` when the target exists)
+    remove    path, recursive                         → more: there is something left, ask again
     log                                               → lines
     forget    job_ids                                 → (frees finished jobs' memory)
 

@@ -1,4 +1,5 @@
-"""HTTP to the service: connections, time limits, retries, and errors as types. The only user of aiohttp.
+"""HTTP to the service: connections, time limits, retries, and errors as types. With `flows`, the only user of
+aiohttp.
 
 A request is sent again only after a connection error or a 503, and only where a repeat does no harm (see
 `Repeat`). A 502 or 504 that a gateway wrote is a connection error one hop further on: our service sends
@@ -11,8 +12,7 @@ import asyncio
 import json
 import os
 import warnings
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
@@ -21,6 +21,7 @@ import aiohttp
 from pydantic import BaseModel, ValidationError
 from yarl import URL
 
+from orchard.env.client.flows import Lost, Outgoing, Socket, losses, pieces
 from orchard.env.client.retry import Backoff, parse_retry_after
 from orchard.env.client.settings import ClientSettings
 from orchard.env.contract import API_VERSION, KEY_HEADER, VERSION_HEADER
@@ -44,6 +45,8 @@ _MAX_MESSAGE_BYTES = 8 << 20
 FOREVER = float("inf")
 
 Answer = TypeVar("Answer", bound=BaseModel)
+Taken = TypeVar("Taken")
+Body = bytes | Outgoing
 Query = Sequence[tuple[str, str]]
 
 
@@ -56,15 +59,6 @@ class Repeat(Enum):
     UNLESS_LOST = "unless_lost"
     #: A repeat could do it twice (input, signals, patches): only when it surely never arrived.
     UNSENT_ONLY = "unsent_only"
-
-
-class _Lost(Exception):
-    """No usable answer. `unsent`: the request surely never reached the service."""
-
-    def __init__(self, detail: str, *, unsent: bool = False, final: bool = False) -> None:
-        super().__init__(detail)
-        self.unsent = unsent
-        self.final = final
 
 
 class _Refused(Exception):
@@ -134,29 +128,6 @@ def _make_immortal(thing: object) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
-class Socket:
-    """A WebSocket with text messages. All methods raise `ConnectionFailed` when it is broken."""
-
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        self._socket = socket
-
-    async def send(self, text: str) -> None:
-        try:
-            await self._socket.send_str(text)
-        except (aiohttp.ClientError, OSError) as error:
-            raise ConnectionFailed(f"the connection was lost: {error}", sent=True) from error
-
-    async def receive(self) -> str:
-        """The next message. `ConnectionFailed` also when the service has closed it."""
-        message = await self._socket.receive()
-        if message.type is aiohttp.WSMsgType.TEXT:
-            return str(message.data)
-        raise ConnectionFailed(f"the connection was closed (code {self._socket.close_code})", sent=True)
-
-    async def close(self) -> None:
-        await self._socket.close()
-
-
 class Transport:
     """Requests to one service, from any number of tasks at once.
 
@@ -179,7 +150,7 @@ class Transport:
         path: str,
         answer: type[Answer],
         *,
-        body: bytes | None = None,
+        body: Body | None = None,
         query: Query = (),
         repeat: Repeat = Repeat.SAFE,
         silence_s: float | None = None,
@@ -199,7 +170,7 @@ class Transport:
         method: str,
         path: str,
         *,
-        body: bytes | None = None,
+        body: Body | None = None,
         query: Query = (),
         repeat: Repeat = Repeat.SAFE,
         silence_s: float | None = None,
@@ -208,15 +179,64 @@ class Transport:
 
         silence_s: how long the service may say nothing (default: `request_timeout_s`).
         Raises the typed error of the answer, or `ConnectionFailed` (its `extra["sent"]` is false when the
-        request surely never reached the service).
+        request surely never reached the service), or what the stream that is the body raises.
         """
+
+        async def attempt() -> bytes:
+            response = await self._open(method, path, body, query, silence_s)
+            try:
+                with losses():
+                    return await response.read()
+            finally:
+                response.close()
+
+        return await self._repeated(attempt, repeat, body)
+
+    async def receive(
+        self, path: str, query: Query, take: Callable[[AsyncIterator[bytes]], Awaitable[Taken]]
+    ) -> Taken:
+        """What `take` makes of the body of a GET; it is called anew with another body when the first breaks off."""
+
+        async def attempt() -> Taken:
+            response = await self._open("GET", path, None, query, None)
+            try:
+                return await take(pieces(response))
+            finally:
+                response.close()
+
+        return await self._repeated(attempt, Repeat.SAFE, None)
+
+    async def open_stream(
+        self, path: str, query: Query, silence_s: float | None = None, *, again: bool = False
+    ) -> AsyncGenerator[bytes, None]:
+        """The body of a GET, as it comes; one attempt, or with `again` as many as `request` makes until it begins.
+
+        silence_s: how long the service may say nothing. Raises the typed error of the answer, or `ConnectionFailed`, also
+        in the middle.
+        """
+
+        async def attempt() -> aiohttp.ClientResponse:
+            return await self._open("GET", path, None, query, silence_s)
+
+        response = await self._repeated(attempt, Repeat.SAFE if again else None, None)
+        try:
+            async for piece in pieces(response):
+                yield piece
+        except Lost as lost:
+            raise ConnectionFailed(self._lost_detail(str(lost)), sent=True) from lost.__cause__
+        finally:
+            response.close()
+
+    async def _repeated(
+        self, attempt: Callable[[], Awaitable[Taken]], repeat: Repeat | None, body: Body | None
+    ) -> Taken:
         backoff = Backoff(self.settings.retry)
         while True:
             error: OrchardError
             first_contact = False
             try:
-                return await self._attempt(method, path, body, query, silence_s)
-            except _Lost as lost:
+                return await attempt()
+            except Lost as lost:
                 first_contact = lost.unsent and not self._answered
                 again = not lost.final and (lost.unsent or repeat is Repeat.SAFE)
                 error = ConnectionFailed(self._lost_detail(str(lost)), sent=not lost.unsent)
@@ -226,32 +246,11 @@ class Transport:
                 # An overloaded service has refused before doing anything: always safe.
                 harmless = repeat is not Repeat.UNSENT_ONLY or isinstance(error, Overloaded)
                 again = refused.status == 503 and error.retryable and harmless
+            again = again and repeat is not None and (not isinstance(body, Outgoing) or body.whole)
             pause_s = backoff.pause_s(error.retry_after_s, first_contact=first_contact) if again else None
             if pause_s is None:
                 raise error from error.__cause__
             await asyncio.sleep(pause_s)
-
-    async def open_stream(self, path: str, query: Query, silence_s: float) -> AsyncGenerator[bytes]:
-        """The body of a GET, as it comes; one attempt.
-
-        silence_s: how long the service may say nothing. Raises the typed error of the answer, or `ConnectionFailed`, also
-        in the middle.
-        """
-        try:
-            async with self._send("GET", path, None, query, silence_s) as response:
-                self._answered = True
-                self._check_version(response.headers)
-                if response.status >= 300:
-                    raise self._error_of(response.status, response.headers, await response.read())
-                async for data in response.content.iter_any():
-                    yield data
-        except _Lost as lost:
-            raise ConnectionFailed(self._lost_detail(str(lost)), sent=not lost.unsent) from lost
-        except _Refused as refused:
-            raise refused.error from None
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            reason = str(error) or type(error).__name__
-            raise ConnectionFailed(self._lost_detail(reason), sent=True) from error
 
     async def open_socket(self, path: str, query: Query) -> Socket:
         """A WebSocket. Raises `ConnectionFailed`, or the typed error of a refusal."""
@@ -260,7 +259,7 @@ class Transport:
             opened = await self._open_session().ws_connect(
                 url, heartbeat=_SOCKET_HEARTBEAT_S, max_msg_size=_MAX_MESSAGE_BYTES
             )
-        except _Lost as lost:
+        except Lost as lost:
             raise ConnectionFailed(self._lost_detail(str(lost)), sent=not lost.unsent) from lost
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ConnectionFailed(
@@ -279,30 +278,10 @@ class Transport:
         elif session is not None and home is not None:
             self._abandon(session, home)
 
-    async def _attempt(
-        self, method: str, path: str, body: bytes | None, query: Query, silence_s: float | None
-    ) -> bytes:
-        try:
-            async with self._send(method, path, body, query, silence_s) as response:
-                raw = await response.read()
-        except aiohttp.ClientSSLError as error:
-            raise _Lost(f"TLS failed: {error}", unsent=True, final=True) from error
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise _Lost(str(error) or "connecting timed out", unsent=True) from error
-        except aiohttp.InvalidURL as error:
-            raise InvalidRequest(f"invalid base_url {self.settings.base_url!r}: {error}") from None
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            reason = str(error) or type(error).__name__
-            raise _Lost(f"the connection was lost before the answer ({reason})") from error
-        self._answered = True
-        self._check_version(response.headers)
-        if response.status < 300:
-            return raw
-        raise self._error_of(response.status, response.headers, raw)
-
-    def _send(
-        self, method: str, path: str, body: bytes | None, query: Query, silence_s: float | None
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    async def _open(
+        self, method: str, path: str, body: Body | None, query: Query, silence_s: float | None
+    ) -> aiohttp.ClientResponse:
+        """The answer to one request, good and not yet read; to be closed. Raises `Lost` or `_Refused`."""
         url = URL(self.settings.base_url + path + ("?" + urlencode(query) if query else ""), encoded=True)
         if silence_s is None:
             silence_s = self.settings.request_timeout_s
@@ -311,10 +290,32 @@ class Transport:
             sock_connect=self.settings.connect_timeout_s,
             sock_read=None if silence_s == FOREVER else silence_s,
         )
-        headers = {"Content-Type": "application/json"} if body is not None else None
-        return self._open_session().request(
-            method, url, data=body, headers=headers, timeout=timeout, allow_redirects=False
-        )
+        outgoing = body if isinstance(body, Outgoing) else None
+        headers = None
+        if body is not None:
+            headers = {"Content-Type": outgoing.media_type if outgoing else "application/json"}
+        try:
+            with losses():
+                response = await self._open_session().request(
+                    method, url, data=body, headers=headers, timeout=timeout, allow_redirects=False
+                )
+        except aiohttp.InvalidURL as error:
+            raise InvalidRequest(f"invalid base_url {self.settings.base_url!r}: {error}") from None
+        except Lost:
+            if outgoing is not None and outgoing.error is not None:
+                raise outgoing.error from None
+            raise
+        self._answered = True
+        self._check_version(response.headers)
+        if response.status < 300:
+            return response
+        try:
+            with losses():
+                raw = await response.read()
+        finally:
+            # Also what is still being sent: nobody wants the rest of it.
+            response.close()
+        raise self._error_of(response.status, response.headers, raw)
 
     def _error_of(self, status: int, headers: Mapping[str, str], raw: bytes) -> Exception:
         try:
@@ -323,7 +324,7 @@ class Transport:
             body = None
         if not isinstance(body, dict) or "detail" not in body:
             if status in _GATEWAY_STATUS:
-                return _Lost(f"a gateway answered {status}: it lost its connection to the service")
+                return Lost(f"a gateway answered {status}: it lost its connection to the service")
             text = raw[:200].decode("utf-8", "replace").strip()
             hint = "" if status == 503 else f"; is {self.settings.base_url} an Orchard service?"
             body = {"detail": f"HTTP {status} {text}{hint}"}
@@ -355,7 +356,7 @@ class Transport:
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._closed:
-            raise _Lost("this client was closed", unsent=True, final=True)
+            raise Lost("this client was closed", unsent=True, final=True)
         home = (os.getpid(), asyncio.get_running_loop())
         if self._session is not None and self._home == home:
             return self._session

@@ -12,6 +12,7 @@ from typing import Any
 from orchard.env.contract import EndReason, LogLine, SandboxStatus
 from orchard.env.errors import AgentUnreachable, OrchardError
 from orchard.env.orchestrator.agents import Agents
+from orchard.env.orchestrator.archives import Archives
 from orchard.env.orchestrator.auth import KeyRing
 from orchard.env.orchestrator.catalog import Catalog
 from orchard.env.orchestrator.execution import Execution
@@ -52,6 +53,7 @@ class Orchestrator:
         self.streams = Streams(runtime)
         self.terminals = Terminals(self.jobs, self.execution, self.agents)
         self.files = Files(self.agents)
+        self.archives = Archives(self.agents, self.files)
         self.patches = Patches(self.agents, settings)
         self._housekeeper: asyncio.Task[None] | None = None
         self.running = False

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -11,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticSerializationError, to_json, to_jsonable_python
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from orchard.env.contract import Death
 from orchard.env.errors import (
@@ -50,6 +53,41 @@ class Json(Response):
         self.background = None
         self.body = content
         self.raw_headers = [(b"content-length", b"%d" % len(content)), (b"content-type", b"application/json")]
+
+
+class Stream(Response):
+    """Bytes of any number, sent as fast as the client takes them.
+
+    size: sent as Content-Length where known. What fails before the first piece is an ordinary error answer; what
+    fails after it breaks the connection, since only that tells that the answer is not whole.
+    """
+
+    def __init__(self, pieces: AsyncGenerator[bytes, None], media_type: str, size: int | None = None) -> None:
+        self.status_code = 200
+        self.background = None
+        self.raw_headers = [(b"content-type", media_type.encode("latin-1"))]
+        if size is not None:
+            self.raw_headers.append((b"content-length", b"%d" % size))
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.ensure_future(_until_gone(receive))
+        try:
+            piece = await anext(self._pieces, b"")
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            while piece and not gone.done():
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                piece = await anext(self._pieces, b"")
+            if not gone.done():
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            gone.cancel()
+            await self._pieces.aclose()
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def json_bytes(value: Any) -> bytes:

@@ -9,8 +9,9 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
+from orchard.env.client.flows import Socket
 from orchard.env.client.retry import Backoff
-from orchard.env.client.transport import Socket, Transport, path_of
+from orchard.env.client.transport import Transport, path_of
 from orchard.env.errors import BY_CODE, ConnectionFailed, InfrastructureError, OrchardError
 
 _CHUNK_BYTES = 1 << 20

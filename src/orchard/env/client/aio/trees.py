@@ -1,56 +1,34 @@
-"""Directory trees, file by file, between this machine and a sandbox."""
+"""Directory trees between this machine and a sandbox, as tar archives that are made and unpacked while they flow."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import stat
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
 
-from orchard.env.client.aio import jobs
-from orchard.env.client.transport import Transport, build
-from orchard.env.contract import ExecRequest, FileEntry
-from orchard.env.errors import FileMissing, PathInvalid
+from orchard.env import tars
+from orchard.env.client.flows import Outgoing
+from orchard.env.client.local import LocalFile, LocalTree
+from orchard.env.client.transport import Transport
+from orchard.env.contract import ArchiveWritten
+from orchard.env.errors import Conflict, PathInvalid
 
-if TYPE_CHECKING:
-    from orchard.env.client.aio.files import AsyncFiles
+link_stays_inside = tars.link_stays_inside
 
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-#: Files on their way at once, and arguments of one helper command.
-_PARALLEL = 8
-_ARGUMENTS = 200
-_DEFAULT_DIRECTORY_MODE = 0o755
+#: Read and written at once, on another thread.
+_PIECE_BYTES = 256 << 10
 
 
 @dataclass(slots=True)
 class TreePlan:
-    """What to create, in this order; paths are relative to the root and use '/'."""
+    """What to create; paths are relative to the root and use '/'."""
 
     directories: list[tuple[str, int]] = field(default_factory=list)
     files: list[tuple[str, int]] = field(default_factory=list)
     links: list[tuple[str, str]] = field(default_factory=list)
-
-
-def link_stays_inside(path: str, target: str) -> bool:
-    """Whether a symbolic link at the relative `path` leads inside the root, whatever other links do.
-
-    That holds when the target is relative and climbs only at its beginning, at most as far as the root: such
-    links cannot leave even when they lead through each other.
-    """
-    if not target or target.startswith("/"):
-        return False
-    parts = [part for part in target.split("/") if part not in ("", ".")]
-    climbs = 0
-    while climbs < len(parts) and parts[climbs] == "..":
-        climbs += 1
-    return ".." not in parts[climbs:] and climbs <= path.count("/")
 
 
 def plan_tree(root: Path) -> TreePlan:
@@ -64,7 +42,9 @@ def plan_tree(root: Path) -> TreePlan:
                 path = f"{prefix}{entry.name}"
                 mode = entry.stat(follow_symlinks=False).st_mode
                 if stat.S_ISLNK(mode):
-                    plan.links.append((path, _checked_target(path, str(Path(entry.path).readlink()), root)))
+                    target = str(Path(entry.path).readlink())
+                    tars.check_link(tars.Entry(path, "symlink", target=target))
+                    plan.links.append((path, target))
                 elif stat.S_ISDIR(mode):
                     plan.directories.append((path, mode & 0o777))
                     pending.append(path + "/")
@@ -75,160 +55,101 @@ def plan_tree(root: Path) -> TreePlan:
     return plan
 
 
-async def upload(transport: Transport, sandbox_id: str, files: AsyncFiles, root: Path, remote: str) -> None:
-    """Create the tree at `root` in the sandbox as `remote`."""
+async def upload(transport: Transport, path: str, root: Path, remote: str) -> None:
+    """Create the tree at `root` as `remote` in the sandbox whose archives are at the URL path `path`."""
     plan = await asyncio.to_thread(plan_tree, root)
-    base = remote.rstrip("/") or "/"
-
-    async def run(argv: Sequence[str]) -> None:
-        request = build(ExecRequest, command=list(argv), concurrent=True, job_id=jobs.new_job_id())
-        (await jobs.run(transport, sandbox_id, request)).check()
-
-    async def send(item: tuple[str, int]) -> None:
-        data = await asyncio.to_thread((root / item[0]).read_bytes)
-        await files.write(_join(base, item[0]), data, mode=item[1])
-
-    names = [_join(base, path) for path, _ in plan.directories]
-    for chunk in _chunks(names):
-        await run(["mkdir", "-p", "--", *chunk])
-    await _in_parallel(send, plan.files)
-    for path, target in plan.links:
-        await run(["ln", "-sfn", "--", target, _join(base, path)])
-    # Last, and deepest first: a directory that may not be written must be filled before.
-    modes: dict[int, list[str]] = {}
-    for path, mode in reversed(plan.directories):
-        if mode != _DEFAULT_DIRECTORY_MODE:
-            modes.setdefault(mode, []).append(_join(base, path))
-    for mode, directories in modes.items():
-        for chunk in _chunks(directories):
-            await run(["chmod", f"{mode:04o}", "--", *chunk])
+    body = Outgoing(lambda: threaded(pack(root, plan)), "application/x-tar")
+    await transport.call("PUT", path, ArchiveWritten, body=body, query=[("path", remote)])
 
 
-async def download(files: AsyncFiles, remote: str, local: Path) -> None:
-    """Fetch the file or the tree `remote` as `local`."""
-    entry = await _entry_of(files, remote)
-    if entry is None or entry.type == "directory":
-        await _download_tree(files, remote.rstrip("/") or "/", local)
+def pack(root: Path, plan: TreePlan) -> Iterator[bytes]:
+    """The tree as an archive, in pieces. Raises OSError, or `Conflict` for a file that shrinks meanwhile."""
+    kinds: list[tuple[str, int, str]] = [(path, mode, "") for path, mode in plan.directories + plan.files]
+    kinds += [(path, 0o777, target) for path, target in plan.links]
+    batch = bytearray()
+    # Each directory before what is in it, and all of that before what is beside it.
+    for path, mode, target in sorted(kinds, key=lambda each: [] if each[0] == "." else each[0].split("/")):
+        for piece in _entry(root, path, mode, target):
+            batch += piece
+            if len(batch) >= _PIECE_BYTES:
+                yield bytes(batch)
+                batch.clear()
+    yield bytes(batch) + tars.END
+
+
+def _entry(root: Path, path: str, mode: int, target: str) -> Iterator[bytes]:
+    name = "" if path == "." else path
+    info = (root / path).lstat() if name else root.stat()
+    if target:
+        yield tars.header(tars.Entry(name, "symlink", 0, mode, info.st_mtime_ns, target))
         return
-    data = await files.read(remote)
-    mode = entry.mode if entry.type == "file" else 0
-    await asyncio.to_thread(local.parent.mkdir, parents=True, exist_ok=True)
-    await asyncio.to_thread(_write_local, local, data, mode)
+    if stat.S_ISDIR(info.st_mode):
+        yield tars.header(tars.Entry(name, "directory", 0, mode, info.st_mtime_ns))
+        return
+    # What became a link or a FIFO since it was looked at is neither followed nor waited for.
+    with open(os.open(root / path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb", buffering=0) as file:
+        info = os.fstat(file.fileno())
+        yield tars.header(tars.Entry(name, "file", info.st_size, mode, info.st_mtime_ns))
+        left = info.st_size
+        while left:
+            piece = file.read(min(left, _PIECE_BYTES))
+            if not piece:
+                raise Conflict(f"{root / path} became shorter while it was read; upload it again")
+            left -= len(piece)
+            yield piece
+        yield tars.padding(info.st_size)
 
 
-async def _entry_of(files: AsyncFiles, remote: str) -> FileEntry | None:
-    """What `remote` is, as its parent directory lists it; None for the root and the like."""
-    parent, _, name = remote.rstrip("/").rpartition("/")
-    if name in ("", ".", ".."):
-        return None
-    parent = parent or ("/" if remote.startswith("/") else ".")
-    for entry in await files.list(parent):
-        if entry.name == name:
-            return await _resolved(files, remote, entry)
-    raise FileMissing(f"no such file in the sandbox: {remote}")
+def read_file(path: Path) -> Iterator[bytes]:
+    """The content of a local file, in pieces."""
+    with open(path, "rb", buffering=0) as file:
+        while piece := file.read(_PIECE_BYTES):
+            yield piece
 
 
-async def _resolved(files: AsyncFiles, remote: str, entry: FileEntry) -> FileEntry | None:
-    """For a link that was named itself: None if it leads to a directory, so that its tree is fetched."""
-    if entry.type != "symlink":
-        return entry
-    try:
-        await files.list(remote)
-    except (PathInvalid, FileMissing):
-        return entry
-    return None
+async def threaded(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """Pieces that are made on another thread, so that reading a disk holds up nobody."""
+    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+        yield piece
 
 
-async def _download_tree(files: AsyncFiles, remote: str, local: Path) -> None:
-    await asyncio.to_thread(local.mkdir, parents=True, exist_ok=True)
-    modes: list[tuple[Path, int]] = []
-    pending = [""]
-    while pending:
-        prefix = pending.pop()
-        found: list[tuple[str, FileEntry]] = []
-        for entry in await files.list(_join(remote, prefix or ".")):
-            if entry.name in ("", ".", "..") or "/" in entry.name or "\0" in entry.name:
-                raise PathInvalid(f"the sandbox lists an impossible name {entry.name!r:.80}")
-            path = prefix + entry.name
-            if entry.type == "directory":
-                await asyncio.to_thread(_make_directory, local / path)
-                modes.append((local / path, entry.mode))
-                pending.append(path + "/")
-            elif entry.type == "symlink":
-                target = _checked_target(path, entry.target or "", Path(remote))
-                await asyncio.to_thread(_make_link, local / path, target)
-            elif entry.type == "file":
-                found.append((path, entry))
-            else:
-                logger.warning("not downloaded, neither a file, a directory nor a link: %s", path)
+async def download_tree(transport: Transport, path: str, remote: str, local: Path) -> None:
+    """Fetch the tree `remote` as `local`, from the archives at the URL path `path`."""
 
-        async def fetch(item: tuple[str, FileEntry]) -> None:
-            data = await files.read(_join(remote, item[0]))
-            await asyncio.to_thread(_replace_local, local / item[0], data, item[1].mode)
+    async def take(pieces: AsyncIterator[bytes]) -> None:
+        tree = LocalTree(local)
+        try:
+            async for batch in _batches(pieces):
+                await asyncio.to_thread(tree.feed, batch)
+            await asyncio.to_thread(tree.finish)
+        finally:
+            tree.abandon()
 
-        await _in_parallel(fetch, found)
-    for directory, mode in reversed(modes):
-        if mode:
-            await asyncio.to_thread(directory.chmod, mode & 0o777)
+    await transport.receive(path, [("path", remote)], take)
 
 
-def _checked_target(path: str, target: str, root: Path) -> str:
-    if not link_stays_inside(path, target):
-        raise PathInvalid(
-            f"the link {path} in {root} points to {target!r:.200}, outside the directory;"
-            " remove it or copy what it points to"
-        )
-    return target
+async def download_file(transport: Transport, path: str, remote: str, local: Path, mode: int) -> None:
+    """Fetch the file `remote` as `local`, from the contents at the URL path `path`."""
+
+    async def take(pieces: AsyncIterator[bytes]) -> None:
+        file = await asyncio.to_thread(LocalFile, local, mode)
+        try:
+            async for batch in _batches(pieces):
+                await asyncio.to_thread(file.write, batch)
+            await asyncio.to_thread(file.finish)
+        finally:
+            file.abandon()
+
+    await transport.receive(path, [("path", remote)], take)
 
 
-def _join(base: str, path: str) -> str:
-    if path == ".":
-        return base
-    return f"{base}{path}" if base.endswith("/") else f"{base}/{path}"
-
-
-def _chunks(items: Sequence[str]) -> Iterable[Sequence[str]]:
-    return (items[start : start + _ARGUMENTS] for start in range(0, len(items), _ARGUMENTS))
-
-
-def _make_directory(path: Path) -> None:
-    # Never through a link that was there before.
-    if path.is_symlink() or (path.exists() and not path.is_dir()):
-        path.unlink()
-    path.mkdir(exist_ok=True)
-    path.chmod(path.stat().st_mode | 0o700)
-
-
-def _make_link(path: Path, target: str) -> None:
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    path.symlink_to(target)
-
-
-def _replace_local(path: Path, data: bytes, mode: int) -> None:
-    if path.is_symlink():
-        path.unlink()
-    _write_local(path, data, mode)
-
-
-def _write_local(path: Path, data: bytes, mode: int) -> None:
-    path.write_bytes(data)
-    if mode:  # 0: the service does not tell modes
-        path.chmod(mode & 0o777)
-
-
-async def _in_parallel(work: Callable[[T], Awaitable[None]], items: Iterable[T]) -> None:
-    """Do `work` for every item, some at once; the first error stops the rest and is raised as it is."""
-    queue = iter(items)
-
-    async def worker() -> None:
-        for item in queue:
-            await work(item)
-
-    workers = [asyncio.ensure_future(worker()) for _ in range(_PARALLEL)]
-    try:
-        await asyncio.gather(*workers)
-    finally:
-        for each in workers:
-            each.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
+async def _batches(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Pieces of a size that is worth a thread."""
+    batch = bytearray()
+    async for piece in pieces:
+        batch += piece
+        if len(batch) >= _PIECE_BYTES:
+            yield bytes(batch)
+            batch.clear()
+    if batch:
+        yield bytes(batch)

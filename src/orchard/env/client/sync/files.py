@@ -1,18 +1,21 @@
 # Generated from aio/files.py by tools/generate_sync_client.py; change that and run it.
-"""Files in a sandbox, whole: the service moves them in chunks, this API holds one file in memory."""
+"""Files in a sandbox: whole in memory, or as streams and trees of any size."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
 from orchard.env.client.aio.files import AsyncFiles
 from orchard.env.client.portal import Portal
-from orchard.env.contract import FileEntry, FileWritten
+from orchard.env.contract import FileEntry, FileStat, FileWritten
 
 LocalPath: TypeAlias = str | os.PathLike[str]
 
 FileEntries: TypeAlias = list[FileEntry]
+
+Chunks: TypeAlias = Iterable[bytes]
 
 
 class Files:
@@ -37,8 +40,46 @@ class Files:
         """
         return self._portal.call(self._async.write(path, data, mode=mode))
 
+    def stream(self, path: str) -> Iterator[bytes]:
+        """The content of a file of any size, in pieces as they come.
+
+        Raises `FileMissing`, `PathInvalid`, or `ConnectionFailed` when it breaks off before its end: because the
+        connection or the sandbox did, or because the file was replaced.
+        """
+        yield from self._portal.iterate(self._async.stream(path))
+
+    def write_stream(self, path: str, chunks: Chunks, *, mode: int | None = None) -> FileWritten:
+        """Write a file of any size from pieces of bytes, with its parent directories; it appears when they have ended,
+        whole, or not at all.
+
+        chunks: an iterator is sent once; after a lost connection only what can be iterated again (a list) is sent
+        again. mode: permission bits. What `chunks` raises is raised here. Raises `PathInvalid`, `DiskFull`.
+        """
+        return self._portal.call(self._async.write_stream(path, chunks, mode=mode))
+
+    def stat(self, path: str, *, follow: bool = False) -> FileStat:
+        """What is at `path`: type, size, mode, time. Of a link, the link itself, unless `follow`. Raises
+        `FileMissing`."""
+        return self._portal.call(self._async.stat(path, follow=follow))
+
+    def mkdir(self, path: str, *, parents: bool = False, mode: int | None = None) -> None:
+        """Make a directory. parents: make those above it too, and accept one that is there already; without it that
+        is a `Conflict`. mode: permission bits (default 0o755)."""
+        self._portal.call(self._async.mkdir(path, parents=parents, mode=mode))
+
+    def move(self, source: str, target: str, *, overwrite: bool = False) -> None:
+        """Rename in one step, making the directories on the way. overwrite: replace a file, a link or an empty
+        directory at `target`, which is a `Conflict` otherwise. Raises `FileMissing`."""
+        self._portal.call(self._async.move(source, target, overwrite=overwrite))
+
+    def remove(self, path: str, *, recursive: bool = False) -> None:
+        """Remove a file, a link (not what it leads to) or a directory. recursive: with everything in it; without it
+        a directory that is not empty is a `Conflict`. Raises `FileMissing`."""
+        self._portal.call(self._async.remove(path, recursive=recursive))
+
     def upload(self, local: LocalPath, remote: str) -> None:
-        """Copy a file or a directory from here into the sandbox, as `remote` itself; modes are kept.
+        """Copy a file or a directory of any size from here into the sandbox, as `remote` itself; modes are kept, and
+        in a directory times.
 
         In a directory, links that point inside it stay links; one that points outside, and anything that is
         no file, directory or link, is refused with `PathInvalid` before anything is sent.
@@ -48,7 +89,8 @@ class Files:
     def download(self, remote: str, local: LocalPath) -> None:
         """Copy a file or a directory from the sandbox to `local` itself, creating parent directories.
 
-        Nothing is ever written outside `local`: links that would lead outside are refused with `PathInvalid`.
+        A file appears when it is whole. Nothing is ever written outside `local`: links that would lead outside are
+        refused with `PathInvalid`.
         """
         self._portal.call(self._async.download(remote, local))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Protocol
 from urllib.parse import parse_qsl
 
@@ -109,6 +109,18 @@ async def read_body(scope: Scope, receive: Receive, limit: int = MAX_BODY_BYTES)
     return b"".join(parts)
 
 
+async def read_stream(receive: Receive) -> AsyncIterator[bytes]:
+    """The body, in pieces as they come. Raises `InvalidRequest` when the client goes away before its end."""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise InvalidRequest("the upload broke off before its end; nothing of it was kept")
+        if body := message.get("body", b""):
+            yield body
+        if not message.get("more_body"):
+            return
+
+
 def _too_large(limit: int) -> TooLarge:
     return TooLarge(f"the request body is larger than the {limit} bytes allowed here")
 
@@ -141,6 +153,7 @@ _MEANING = {
     422: "The request itself is wrong; nothing was done",
     429: "A quota is used up",
     500: "A fault of the service",
+    507: "The sandbox's disk limit is reached, or the machine's disk is full",
     503: "Try again after Retry-After seconds",
 }
 

@@ -11,7 +11,20 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from orchard.env.contract import FileContent, FileListing, FileWritten, PatchRequest, PatchResult, WriteFile
+from orchard.env.contract import (
+    FileContent,
+    FileListing,
+    FileRemoved,
+    FileStat,
+    FileWritten,
+    MakeDirectory,
+    MoveFile,
+    Ok,
+    PatchRequest,
+    PatchResult,
+    WriteFile,
+    mode_bits,
+)
 from orchard.env.errors import InvalidRequest
 from orchard.env.orchestrator.patches import encode_patch
 from orchard.env.orchestrator.responses import from_validation, json_of
@@ -29,7 +42,7 @@ async def write(request: Request, sandbox_id: str, body: WriteFile) -> Response:
     """Replaces the file in one step, and makes the directories on the way."""
     service = orchestrator(request)
     sandbox = await service.catalog.ready_one(principal(request), sandbox_id)
-    size = await service.files.write(sandbox, body.path, body.content, body.mode_bits())
+    size = await service.files.write(sandbox, body.path, body.content, mode_bits(body.mode))
     return json_of({"success": True, "path": body.path, "size": size})
 
 
@@ -48,6 +61,57 @@ async def list_directory(request: Request, sandbox_id: str, path: FilePath = "/"
     service = orchestrator(request)
     sandbox = await service.catalog.ready_one(principal(request), sandbox_id)
     return json_of(await service.files.list(sandbox, path))
+
+
+@routes.delete("/sandboxes/{sandbox_id}/files", response_model=FileRemoved, responses=errors(400, 404, 409),
+               summary="Remove a file or directory")  # fmt: skip
+async def remove(
+    request: Request,
+    sandbox_id: str,
+    path: FilePath,
+    recursive: Annotated[bool, Query(description="with everything in it")] = False,
+) -> Response:
+    """A link is removed itself. A directory that is not empty is 409 unless `recursive`."""
+    service = orchestrator(request)
+    sandbox = await service.catalog.ready_one(principal(request), sandbox_id)
+    await service.files.remove(sandbox, path, recursive)
+    return json_of({"status": "deleted", "path": path})
+
+
+@routes.get("/sandboxes/{sandbox_id}/files/stat", response_model=FileStat, responses=errors(400, 404, 409),
+            summary="Look at one file or directory")  # fmt: skip
+async def stat(
+    request: Request,
+    sandbox_id: str,
+    path: FilePath,
+    follow: Annotated[bool, Query(description="of a link, what it leads to")] = False,
+) -> Response:
+    service = orchestrator(request)
+    sandbox = await service.catalog.ready_one(principal(request), sandbox_id)
+    found = await service.files.stat(sandbox, path, follow)
+    del found["modified_ns"]
+    return json_of(found)
+
+
+@routes.post("/sandboxes/{sandbox_id}/files/mkdir", response_model=Ok, responses=errors(400, 404, 409),
+             summary="Make a directory")  # fmt: skip
+async def mkdir(request: Request, sandbox_id: str, body: MakeDirectory) -> Response:
+    """409 when it exists, unless `parents` and it is a directory."""
+    service = orchestrator(request)
+    sandbox = await service.catalog.ready_one(principal(request), sandbox_id)
+    await service.files.mkdir(sandbox, body.path, body.parents, mode_bits(body.mode))
+    return json_of({"status": "ok"})
+
+
+@routes.post("/sandboxes/{sandbox_id}/files/move", response_model=Ok, responses=errors(400, 404, 409),
+             summary="Move a file or directory")  # fmt: skip
+async def move(request: Request, sandbox_id: str, body: MoveFile) -> Response:
+    """In one step; links are moved themselves. The directories on the way to `target` are made. 409 when it exists,
+    unless `overwrite`."""
+    service = orchestrator(request)
+    sandbox = await service.catalog.ready_one(principal(request), sandbox_id)
+    await service.files.move(sandbox, body.source, body.target, body.overwrite)
+    return json_of({"status": "ok"})
 
 
 @routes.post("/sandboxes/{sandbox_id}/apply_patch", response_model=PatchResult,
