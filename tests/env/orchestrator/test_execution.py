@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from orchard.env.contract import EndReason
+from orchard.env.orchestrator import execution
 from orchard.env.runtimes.base import Postmortem
 from tests.env.orchestrator.asgi import Caller
 from tests.env.orchestrator.conftest import Running, Start
@@ -182,12 +183,15 @@ async def test_too_many_commands_are_refused_quickly(start: Start) -> None:
     assert (await call.run("box", "true"))["status"] == "succeeded"
 
 
-async def test_agents_are_told_to_forget_what_is_kept_here(running: Running) -> None:
+async def test_agents_are_told_to_forget_the_oldest_of_what_is_kept_here(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execution, "_AGENT_KEEPS", 3)
     call = running.call
     await call.ready()
-    big = await call.run("box", "head -c 200000 /dev/zero | tr '\\0' a", job_id="big")
-    await call.until("/health", lambda _: running.agent("box").forgotten == ["big"])
-    assert (await call.get("/jobs/big")).expect() == big
+    jobs = [await call.run("box", f"echo {n}", job_id=f"j{n}") for n in range(4)]
+    await call.until("/health", lambda _: running.agent("box").forgotten == ["j0", "j1"])
+    assert (await call.get("/jobs/j0")).expect() == jobs[0]
 
 
 async def test_listing_shows_jobs_without_output(call: Caller) -> None:

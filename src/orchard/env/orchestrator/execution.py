@@ -281,7 +281,8 @@ class Execution:
         sandbox = job.sandbox
         sandbox.kept.append(job.job_id)
         if len(sandbox.kept) > _AGENT_KEEPS:
-            forgotten, sandbox.kept = sandbox.kept, []
+            half = len(sandbox.kept) // 2
+            forgotten, sandbox.kept = sandbox.kept[:half], sandbox.kept[half:]
             self._spawn(self._forget(sandbox, forgotten))
         return record
 
