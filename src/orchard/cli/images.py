@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchard.cli import options
+from orchard.cli import building, options
 from orchard.cli.output import age, note, print_json, print_table, size
 
 if TYPE_CHECKING:
@@ -68,6 +68,9 @@ def pull(
         print_json(record.to_json())
     else:
         typer.echo(record.name)
+
+
+app.command("build")(building.build)
 
 
 def _progress(line: str) -> None:
