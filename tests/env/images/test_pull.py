@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from orchard.env.errors import (
+    DiskFull,
     ImageInvalid,
     ImageNotFound,
     InfrastructureError,
@@ -302,6 +303,32 @@ def test_a_registry_that_only_asks_to_wait_is_a_retryable_error(
     with pytest.raises(RegistryRateLimited) as caught:
         puller.pull(f"{faulty.host}/closed:1")
     assert caught.value.retryable and caught.value.retry_after_s == 1
+
+
+def test_a_registry_that_falters_is_asked_again(
+    registry: Registry, faulty: FaultyRegistry, puller: Puller
+) -> None:
+    registry.push(image(tar(file("a"))), "faltering:1")
+    faulty.decide = lambda method, path, n: Fault(503) if "/manifests/" in path and n == 0 else None
+    assert puller.pull(f"{faulty.host}/faltering:1").kind == "oci"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a small disk")
+def test_a_full_disk_is_told(registry: Registry, tmp_path: Path) -> None:
+    layout, _, _ = two_layers()
+    ref = registry.push(layout, "too-large:1")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={LARGE + LARGE // 2}", "tmpfs", str(disk)], check=True
+    )
+    try:
+        small = ImageStore(disk / "images", durable=False)
+        with pytest.raises(DiskFull, match="orchard images prune"):
+            Puller(small).pull(ref)
+        assert scratch(small) == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 @pytest.mark.parametrize("what", ["layer", "manifest"])

@@ -193,8 +193,8 @@ def is_transient(failure: str) -> bool:
     """Whether the same transfer may succeed at once: it broke off, arrived damaged, or the registry faltered."""
     return bool(
         re.search(
-            r"unexpected EOF|: EOF|connection reset|broken pipe|did not match|does not match|\b50[0234]\b|"
-            r"stream error|TLS handshake timeout",
+            r"unexpected EOF|: EOF|connection reset|broken pipe|did not match|does not match|"
+            r"stream error|TLS handshake timeout|(status|code|registry)\D{0,10}50[0234]\b",
             failure,
         )
     )
@@ -212,7 +212,7 @@ def explain(outcome: Outcome, ref: str, registry: str, architecture: str) -> Orc
             f"The disk is full while pulling {ref!r}: free space, `orchard images prune` may help, and pull again; "
             f"layers that had arrived are kept."
         )
-    if says("toomanyrequests", "too many requests", r"\b429\b"):
+    if says("toomanyrequests", "too many requests", r"(?<![:.\d])429\b"):
         wait_s = outcome.retry_after_s or _DEFAULT_RETRY_AFTER_S
         return RegistryRateLimited(
             f"{registry} allows no more pulls for now (429); pull {ref!r} again after {wait_s:g} s, or log in for a "
@@ -220,13 +220,17 @@ def explain(outcome: Outcome, ref: str, registry: str, architecture: str) -> Orc
             retry_after_s=wait_s,
         )
     if says(
-        "unauthorized", "authentication required", r"\bdenied\b", "invalid username/password", r"\b403\b"
+        "unauthorized",
+        "authentication required",
+        r"\bdenied\b",
+        "invalid username/password",
+        r"(?<![:.\d])403\b",
     ):
         return PullDenied(
             f"{registry} does not give {ref!r} to these credentials, or it does not exist there. Log in with `skopeo "
             f"login {registry}`, or give a file with credentials: --auth-file. It said: {text}"
         )
-    if says("manifest unknown", "name unknown", r"\b404\b", "not found"):
+    if says("manifest unknown", "name unknown", r"(?<![:.\d])404\b", "not found"):
         return ImageNotFound(f"{registry} has no image {ref!r}; check its name and tag. It said: {text}")
     if says("no image found in (manifest list|image index) for architecture"):
         return ImageInvalid(
