@@ -60,7 +60,11 @@ def create_app(settings: ServiceSettings, runtime: Runtime, store: Store) -> Ser
     app.edge = Edge(app.router, orchestrator.keys, orchestrator.metrics)
     app.router.route_class = LeanRoute
     # Most frequent first: routes are tried in order.
-    own = [route for part in (sandboxes, jobs, files, streams, images, service, pty) for route in part.routes.routes]
+    own = [
+        route
+        for part in (sandboxes, jobs, files, streams, images, service, pty)
+        for route in part.routes.routes
+    ]
     app.router.routes[:0] = own
     return app
 
