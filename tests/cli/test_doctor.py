@@ -45,6 +45,8 @@ def test_this_machine_works_as_the_service_shows(tmp_path: Path) -> None:
 def test_whatever_is_not_fine_comes_with_a_hint(tmp_path: Path) -> None:
     _, checks = examine(tmp_path, PATH="/nonexistent")
     assert checks["open network"]["status"] == "weak"
+    assert checks["image registries"]["status"] == "weak"
+    assert "apt install skopeo" in checks["image registries"]["hint"]
     assert all(check["hint"] for check in checks.values())
 
 

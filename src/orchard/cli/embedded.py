@@ -82,6 +82,11 @@ class EmbeddedService:
         self._log = Path(self._folder.name) / "service.log"
         self._process: subprocess.Popen[bytes] | None = None
 
+    @property
+    def state_dir(self) -> Path:
+        """The child's own."""
+        return Path(self._folder.name) / "state"
+
     def __enter__(self) -> Self:
         try:
             self._start()
@@ -110,7 +115,7 @@ class EmbeddedService:
         self._folder.cleanup()
 
     def _start(self) -> None:
-        state = Path(self._folder.name) / "state"
+        state = self.state_dir
         state.mkdir(mode=0o700)
         images = self._images_of / "images"
         with contextlib.suppress(OSError):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchard.cli import options
+from orchard.cli import building, options
 from orchard.cli.output import age, note, print_json, print_table, size
 
 if TYPE_CHECKING:
@@ -44,6 +44,33 @@ def import_image(
         print_json(record.to_json())
     else:
         typer.echo(record.name)
+
+
+@app.command()
+def pull(
+    ref: Annotated[
+        str, typer.Argument(metavar="IMAGE", help="As registry.example/project/tool:1.2 or …@sha256:….")
+    ],
+    auth_file: options.AuthFile = None,
+    insecure_registry: options.InsecureRegistry = None,
+    state_dir: options.StateDir = None,
+    json: options.Json = False,
+) -> None:
+    """Fetch an image from a registry, for this machine's architecture; needs skopeo.
+
+    Layers that are here already are not fetched again, also after a pull that was interrupted.
+    """
+    from orchard.env.images.pull import Puller, PullSettings
+
+    settings = PullSettings(auth_file=auth_file, insecure_registries=tuple(insecure_registry or ()))
+    record = Puller(_store(state_dir), settings).pull(ref, _progress)
+    if json:
+        print_json(record.to_json())
+    else:
+        typer.echo(record.name)
+
+
+app.command("build")(building.build)
 
 
 def _progress(line: str) -> None:

@@ -21,6 +21,16 @@ ApiKey = Annotated[str | None, typer.Option("--api-key", metavar="KEY", help="It
 StateDir = Annotated[
     Path | None, typer.Option("--state-dir", metavar="DIR", help="Where the service keeps its state.")
 ]
+AuthFile = Annotated[
+    Path | None,
+    typer.Option("--auth-file", metavar="FILE", help="Registry credentials [where skopeo and Docker look]."),
+]
+InsecureRegistry = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--insecure-registry", metavar="HOST[:PORT]", help="May do without verified HTTPS; may be repeated."
+    ),
+]
 LabelOption = Annotated[
     list[str] | None, typer.Option("--label", metavar="NAME=VALUE", help="A label; may be repeated.")
 ]

@@ -46,6 +46,12 @@ def serve(
     max_sandboxes: Annotated[
         int | None, typer.Option("--max-sandboxes", metavar="N", help="Live sandboxes [no limit].")
     ] = None,
+    pull: Annotated[
+        str | None,
+        typer.Option("--pull", metavar="WHEN", help="missing: pull images that are not here; never [never]."),
+    ] = None,
+    auth_file: options.AuthFile = None,
+    insecure_registry: options.InsecureRegistry = None,
     log_level: Annotated[
         str | None, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error [info].")
     ] = None,
@@ -90,6 +96,9 @@ def serve(
         state_dir=state_dir,
         max_starting=max_starting,
         max_sandboxes=max_sandboxes,
+        pull=pull,
+        registry_auth_file=auth_file,
+        insecure_registries=insecure_registry or None,
         log_level=log_level,
     )
     if not embedded:

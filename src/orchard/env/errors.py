@@ -9,7 +9,8 @@
     │   ├── PathInvalid           400  a path is empty, escapes, or names something unusable
     │   │   └── ArchiveInvalid    400  a tar archive is damaged, or an entry of it would lead outside
     │   ├── PatchToolMissing      400  neither git nor patch exists in the image
-    │   └── ImageInvalid          422  an image archive is damaged, hostile or for another machine
+    │   ├── ImageInvalid          422  an image is damaged, hostile or for another machine
+    │   └── BuildFailed           422  a step of an image's recipe did not succeed
     ├── Unauthorized              401  no key, or an unknown one
     │   └── Forbidden             403  the key may not do this
     ├── NotFound                  404
@@ -26,11 +27,14 @@
     │   └── JobNotRunning         409
     ├── TooLarge                  413
     ├── QuotaExceeded             429
+    ├── PullDenied                403  the registry wants (other) credentials for the image
     ├── DiskFull                  507  the sandbox's disk limit, or the machine's disk
     ├── Overloaded                503  try again after `retry_after_s`
     ├── InfrastructureError       503  the service failed, not the command
     │   ├── AgentUnreachable      503
     │   ├── ConnectionFailed      503  (client side) no answer from the service
+    │   ├── RegistryUnreachable   503  a registry does not answer, or broke off
+    │   ├── RegistryRateLimited   503  a registry asks to come back after `retry_after_s`
     │   └── RuntimeRefused        503  the runtime cannot do this on this machine
     ├── InternalError             500  a fault of ours
     ├── CommandFailed                  (client side) `check=True` and a non-zero exit
@@ -142,6 +146,12 @@ class ImageInvalid(InvalidRequest):
     code = "image_invalid"
 
 
+class BuildFailed(InvalidRequest):
+    """A step of a recipe failed. `extra` holds `step`, `exit_code` and `output` (its end)."""
+
+    code = "build_failed"
+
+
 class Unauthorized(OrchardError, PermissionError):
     code = "unauthorized"
     http_status = 401
@@ -221,6 +231,13 @@ class QuotaExceeded(OrchardError):
     retryable = True
 
 
+class PullDenied(OrchardError):
+    """A registry refused an image to the credentials at hand. Not `Unauthorized`: the caller's own key is fine."""
+
+    code = "pull_denied"
+    http_status = 403
+
+
 class DiskFull(OrchardError):
     code = "disk_full"
     http_status = 507
@@ -246,6 +263,14 @@ class AgentUnreachable(InfrastructureError):
 
 class ConnectionFailed(InfrastructureError, ConnectionError):
     code = "connection_failed"
+
+
+class RegistryUnreachable(InfrastructureError):
+    code = "registry_unreachable"
+
+
+class RegistryRateLimited(InfrastructureError):
+    code = "registry_rate_limited"
 
 
 class RuntimeRefused(InfrastructureError):

@@ -50,7 +50,7 @@ def test_an_unknown_name_says_what_is_near_and_how_to_import(store: ImageStore, 
     with pytest.raises(ImageNotFound, match=r"team/busybox:1\.36") as caught:
         store.resolve("busybox")
     assert "orchard images import" in caught.value.detail
-    assert "next version" in caught.value.detail
+    assert "orchard images pull" in caught.value.detail
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@
       layers/ID/        tree/ (the files) and layer.json (its size)
       host/             see `host.py`
       users/            see `usage.py`
+      cache/            what pulls have fetched, see `pull.py`
       scratch/N/        an import on its way; N.lock is held as long as its process lives
 
 Everything becomes visible by one rename, so a process killed at any moment leaves nothing but scratch space, which
@@ -40,6 +41,7 @@ class StoreArea:
         self.layers = root / "layers"
         self.host = root / "host"
         self.users = root / "users"
+        self.cache = root / "cache"
         self._scratch = root / "scratch"
         self._durable = durable
         self._made = False
@@ -51,7 +53,15 @@ class StoreArea:
         try:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.root.chmod(0o700)
-            for path in (self.names, self.images, self.layers, self.host, self.users, self._scratch):
+            for path in (
+                self.names,
+                self.images,
+                self.layers,
+                self.host,
+                self.users,
+                self.cache,
+                self._scratch,
+            ):
                 path.mkdir(exist_ok=True, mode=0o700)
         except OSError as error:
             raise RuntimeRefused(

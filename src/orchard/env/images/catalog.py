@@ -16,7 +16,8 @@ from orchard.env.images.record import StoredImage
 from orchard.env.images.reference import Reference
 
 _HOW_TO_IMPORT = (
-    "`orchard images import ARCHIVE --name NAME` adds an image from `docker save` or an OCI layout"
+    "`orchard images pull NAME` fetches an image from a registry, `orchard images import ARCHIVE --name NAME` adds "
+    "one from `docker save` or an OCI layout"
 )
 
 
@@ -82,9 +83,7 @@ class Catalog:
 
     def _find_digest(self, prefix: str) -> StoredImage:
         found = [
-            stored
-            for stored in self.images()
-            if stored.record.digest.startswith(prefix) or (stored.manifest_digest or "").startswith(prefix)
+            stored for stored in self.images() if any(digest.startswith(prefix) for digest in stored.digests)
         ]
         if len(found) == 1:
             return found[0]
@@ -105,8 +104,8 @@ class Catalog:
             else ""
         )
         return ImageNotFound(
-            f"There is no image {name!r} on this machine{hint}. {_HOW_TO_IMPORT}; pulling from registries comes "
-            f"with the next version. `host` and `dir:/path` need no import."
+            f"There is no image {name!r} on this machine{hint}. {_HOW_TO_IMPORT}; a service started with "
+            f"`--pull missing` pulls by itself. `host` and `dir:/path` are always there."
         )
 
 

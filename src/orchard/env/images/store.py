@@ -10,6 +10,7 @@ from pathlib import Path
 from orchard.env.errors import Conflict, InfrastructureError, InvalidRequest
 from orchard.env.images import documents, reference
 from orchard.env.images.area import StoreArea, explained, tree_size
+from orchard.env.images.cache import PullCache
 from orchard.env.images.catalog import Catalog
 from orchard.env.images.directory import DirectoryImages
 from orchard.env.images.host import HostImage
@@ -66,6 +67,11 @@ class ImageStore:
         self._area.make()
         self._users.register()
         self._host.resolve()
+
+    @property
+    def area(self) -> StoreArea:
+        """The store's directory, for what fills it (pulls)."""
+        return self._area
 
     # -- resolving -----------------------------------------------------------------------------------------
 
@@ -168,6 +174,8 @@ class ImageStore:
         *,
         base: str | None = None,
         progress: Progress = lambda line: None,
+        pulled_digest: str | None = None,
+        recipe: str | None = None,
     ) -> ImageRecord:
         """Add an image from an OCI layout (directory or tar), a `docker save` archive or a plain root file system
         tar; tars may be compressed with gzip, bzip2, xz or, where Python can, Zstandard.
@@ -175,7 +183,8 @@ class ImageStore:
         name: what to call it, default what the archive says, else the archive's own name; where the archive holds
         several images, the one to take. base: an image to stack the archive's layers on, which then inherits its
         environment, working directory and user. An import of what is already there stores nothing twice. A name
-        that is taken moves to the new image. progress receives a line per layer.
+        that is taken moves to the new image. progress receives a line per layer. pulled_digest: a further digest that
+        finds it. recipe: the digest of what it was built from, for `find_built`.
 
         Raises FileMissing, ImageInvalid (damaged, hostile, for another platform), InvalidRequest (name, ambiguity),
         ImageNotFound (base), TooLarge, DiskFull, InfrastructureError. Nothing is left when it raises.
@@ -189,7 +198,7 @@ class ImageStore:
             done = Importer(self._area, self._limits, name, stacked, progress).run(Path(path), scratch)
             if done.layer is not None:
                 self._area.settle(done.layer)
-            return self._commit(done)
+            return self._commit(_marked(done, pulled_digest, recipe))
 
     def _base(self, ref: str) -> Base:
         parsed = reference.parse(ref)
@@ -207,8 +216,33 @@ class ImageStore:
                 done.layer.rename(place)
             if not all((self._area.layers / layer).is_dir() for layer in stored.layers):
                 raise InfrastructureError("Layers were removed during the import; import the archive again.")
+            stored = self._with_known_digests(stored)
             self._catalog.put(stored, done.names)
         return stored.record
+
+    def _with_known_digests(self, stored: StoredImage) -> StoredImage:
+        known = {each.record.digest: each for each in self._catalog.images()}.get(stored.record.digest)
+        if known is None:
+            return stored
+        digests = dict.fromkeys((*known.pulled_digests, *stored.pulled_digests))
+        return replace(stored, pulled_digests=tuple(digests))
+
+    def find_built(self, recipe: str) -> ImageRecord | None:
+        """The image that was built from a recipe of this digest, where it is still here."""
+        self._area.make()
+        for stored in self._catalog.images():
+            if stored.record.recipe == recipe:
+                return stored.record
+        return None
+
+    def tag(self, ref: str, name: str) -> ImageRecord:
+        """Give a stored image a further name; a name that is taken moves to it. Raises ImageNotFound."""
+        full = reference.full_name(name)
+        self._area.make()
+        with self._area.writing():
+            stored = self._catalog.find(reference.parse(ref))
+            self._catalog.put(stored, [full])
+        return replace(stored.record, name=full)
 
     def remove(self, name: str, in_use: Collection[str] = ()) -> None:
         """Take away a name, or with a digest an image with all its names; with the last name go the files that no
@@ -241,10 +275,11 @@ class ImageStore:
             )
 
     def prune(self, in_use: Collection[str] = ()) -> int:
-        """Remove images without a name, layers without an image, old skeletons of `host` and leftovers of killed
-        imports; never what a live sandbox uses. in_use as for `remove`. The number of bytes freed."""
+        """Remove images without a name, layers without an image, what pulls have cached, old skeletons of `host` and
+        leftovers of killed imports; never what a live sandbox uses. in_use as for `remove`. The number of bytes freed.
+        """
         self._area.make()
-        freed = self._area.clear_scratch()
+        freed = self._area.clear_scratch() + PullCache(self._area).clear()
         current = self._host.resolve()
         users = self._users.in_use()
         if users.unknown:
@@ -280,6 +315,15 @@ class ImageStore:
                 for path in list(find()):
                     path.rename(away / path.name)
             return tree_size(away)
+
+
+def _marked(done: Imported, pulled_digest: str | None, recipe: str | None) -> Imported:
+    stored = done.stored
+    if pulled_digest is not None:
+        stored = replace(stored, pulled_digests=(pulled_digest,))
+    if recipe is not None:
+        stored = replace(stored, record=replace(stored.record, recipe=recipe))
+    return replace(done, stored=stored)
 
 
 def _stat(path: Path) -> os.stat_result | None:

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from orchard.env.contract import API_VERSION, KEY_HEADER, PatchRequest
 from orchard.env.orchestrator.middleware import Edge
 from orchard.env.orchestrator.orchestrator import Orchestrator
-from orchard.env.orchestrator.routes import contents, files, jobs, pty, sandboxes, service, streams
+from orchard.env.orchestrator.routes import contents, files, images, jobs, pty, sandboxes, service, streams
 from orchard.env.orchestrator.routes.base import LeanRoute
 from orchard.env.orchestrator.settings import ServiceSettings
 from orchard.env.orchestrator.stores.base import Store
@@ -62,7 +62,7 @@ def create_app(settings: ServiceSettings, runtime: Runtime, store: Store) -> Ser
     # Most frequent first: routes are tried in order.
     own = [
         route
-        for part in (sandboxes, jobs, files, contents, streams, service, pty)
+        for part in (sandboxes, jobs, files, contents, streams, images, service, pty)
         for route in part.routes.routes
     ]
     app.router.routes[:0] = own

@@ -17,6 +17,7 @@ from pathlib import Path
 import uvicorn
 
 from orchard.env.errors import SettingsError
+from orchard.env.images.pull import PullSettings
 from orchard.env.orchestrator import logging as logs
 from orchard.env.orchestrator.app import create_app
 from orchard.env.orchestrator.orchestrator import Orchestrator
@@ -44,7 +45,12 @@ def run(settings: ServiceSettings) -> None:
     logs.configure(settings.log_level)
     _raise_file_limit()
     with _locked(settings.state_dir), _listening(settings) as listener:
-        runtime = make_runtime(settings.runtime, settings.state_dir)
+        pull = PullSettings(
+            auth_file=settings.registry_auth_file, insecure_registries=tuple(settings.insecure_registries)
+        )
+        runtime = make_runtime(
+            settings.runtime, settings.state_dir, pull=pull, pull_missing=settings.pull == "missing"
+        )
         app = create_app(settings, runtime, SqliteStore(settings.state_dir / "orchestrator.db"))
         config = uvicorn.Config(
             app, loop="uvloop", http="httptools", ws="websockets-sansio", ws_max_size=_MAX_FRAME_BYTES,

@@ -24,6 +24,7 @@ from orchard.env.errors import SettingsError
 from orchard.env.paths import default_state_dir
 
 ENV_PREFIX = "ORCHARD_"
+PULL_POLICIES = ("never", "missing")
 _LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -54,6 +55,9 @@ class ServiceSettings:
         job_cache_bytes: finished jobs kept in memory; the others are read from disk.
         keep_alive_s: idle HTTP connections are closed after this.
         shutdown_s: how long a stopping service waits for answers under way.
+        pull: `missing` pulls images that are not here from their registry when a sandbox asks for one; `never` does not.
+        registry_auth_file: credentials for registries; None looks where skopeo and Docker do.
+        insecure_registries: `HOST` or `HOST:PORT` of registries that may do without verified HTTPS.
         log_level: debug, info, warning, error or critical.
     """
 
@@ -77,12 +81,19 @@ class ServiceSettings:
     job_cache_bytes: int = 64 << 20
     keep_alive_s: int = 120
     shutdown_s: int = 10
+    pull: str = "never"
+    registry_auth_file: Path | None = None
+    insecure_registries: list[str] = field(default_factory=list)
     log_level: str = "info"
 
     def __post_init__(self) -> None:
         self.state_dir = Path(self.state_dir)
         if self.keys_file is not None:
             self.keys_file = Path(self.keys_file)
+        if self.registry_auth_file is not None:
+            self.registry_auth_file = Path(self.registry_auth_file)
+        if self.pull not in PULL_POLICIES:
+            raise SettingsError(f"pull {self.pull!r} is unknown: use {' or '.join(PULL_POLICIES)}")
         if not 0 <= self.port <= 65535:
             raise SettingsError(f"port {self.port} is out of range: use 0 (a free one) to 65535")
         for name in ("max_starting", "max_queue", "max_jobs", "keep_alive_s"):

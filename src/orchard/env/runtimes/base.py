@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from orchard.env.contract import EndReason
+from orchard.env.images import ImageStore
+from orchard.env.images.pulls import Pulls
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,14 @@ class Runtime(Protocol):
         ...
 
 
+@runtime_checkable
+class HoldsImages(Protocol):
+    """A runtime that keeps its images itself, so that the service can list, pull and remove them."""
+
+    images: ImageStore
+    pulls: Pulls
+
+
 __all__ = [
-    "AgentChannel", "Handle", "Postmortem", "Runtime", "SandboxSpec", "StartFailed", "Usage",
+    "AgentChannel", "Handle", "HoldsImages", "Postmortem", "Runtime", "SandboxSpec", "StartFailed", "Usage",
 ]  # fmt: skip

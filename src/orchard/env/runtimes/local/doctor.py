@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from orchard.env.images.skopeo import HOW_TO_INSTALL
 from orchard.env.runtimes.local.cgroups import Cgroups
 from orchard.env.runtimes.local.probes import Findings, probe
 
@@ -48,7 +49,7 @@ def examine(state_dir: Path) -> list[Check]:
     """Everything that matters here, most basic first. Leaves nothing behind."""
     findings = probe(state_dir)
     checks: list[Check] = []
-    for group in (_basics, _isolation, _limits, _network, _room):
+    for group in (_basics, _isolation, _limits, _network, _images, _room):
         checks.extend(group(state_dir, findings))
     return checks
 
@@ -172,6 +173,17 @@ def _network(state_dir: Path, findings: Findings) -> Iterator[Check]:
         "bridge, veth and masquerading rules work",
         "for block_network=false the kernel needs bridge, veth, nf_tables and nft_masq (modprobe them)",
         required=False,
+    )
+
+
+def _images(state_dir: Path, findings: Findings) -> Iterator[Check]:
+    del state_dir, findings
+    there = shutil.which("skopeo") is not None
+    yield Check(
+        "image registries",
+        "ok" if there else "weak",
+        "skopeo is installed" if there else "skopeo is not installed",
+        f"{HOW_TO_INSTALL}, for `orchard images pull`; archives can be imported without it",
     )
 
 

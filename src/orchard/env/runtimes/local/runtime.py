@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from orchard.env.contract import EndReason
-from orchard.env.errors import AgentUnreachable, ImageNotFound, OrchardError, RuntimeRefused
+from orchard.env.errors import AgentUnreachable, ImageNotFound, OrchardError, PullDenied, RuntimeRefused
 from orchard.env.images import ImageStore
 from orchard.env.images.model import ResolvedImage
+from orchard.env.images.pull import is_remote
+from orchard.env.images.pulls import Pulls
 from orchard.env.runtimes.base import Handle, Postmortem, SandboxSpec, StartFailed, Usage
 from orchard.env.runtimes.channel import AgentProtocolChannel
 from orchard.env.runtimes.local.cgroups import Cgroups
@@ -79,9 +81,13 @@ class LocalRuntime:
 
     name = "local"
 
-    def __init__(self, state_dir: Path, *, images: ImageStore) -> None:
+    def __init__(
+        self, state_dir: Path, *, images: ImageStore, pulls: Pulls | None = None, pull_missing: bool = False
+    ) -> None:
         self._state_dir = state_dir.absolute()
-        self._images = images
+        self.images = images
+        self.pulls = pulls or Pulls(images)
+        self._pull_missing = pull_missing
         self._instance = hashlib.sha256(str(self._state_dir).encode()).hexdigest()[:8]
         self._cgroups = Cgroups.detect(self._instance)
         self._network = Network(self._instance)
@@ -107,10 +113,11 @@ class LocalRuntime:
         sandboxes.mkdir(mode=0o700, exist_ok=True)
         self._sandboxes_fd = os.open(sandboxes, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         await self._launcher.start()
-        await asyncio.to_thread(self._images.prepare)
+        await asyncio.to_thread(self.images.prepare)
 
     async def close(self) -> None:
         self._closing = True
+        await self.pulls.close()
         for handle in self._handles.values():
             if handle.channel is not None:
                 await handle.channel.close()
@@ -127,7 +134,7 @@ class LocalRuntime:
     # ------------------------------------------------------------------------------------------- creation
 
     async def create(self, spec: SandboxSpec, progress: Callable[[str], None] = lambda _line: None) -> Handle:
-        image = await self._resolve(spec.image)
+        image = await self._resolve(spec.image, progress)
         slot = self._slots.take()
         handle = LocalHandle(
             spec.sandbox_id, {"slot": slot, "network": not spec.block_network, "disk": spec.disk_bytes}
@@ -175,11 +182,20 @@ class LocalRuntime:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _resolve(self, ref: str) -> ResolvedImage:
+    async def _resolve(self, ref: str, progress: Callable[[str], None]) -> ResolvedImage:
         try:
-            return self._images.resolve(ref)
+            try:
+                return self.images.resolve(ref)
+            except ImageNotFound:
+                if not self._pull_missing or not is_remote(ref):
+                    raise
+            progress(f"pulling {ref}")
+            await self.pulls.pull(ref, progress)
+            return self.images.resolve(ref)
         except ImageNotFound as error:
             raise StartFailed(EndReason.IMAGE_NOT_FOUND, error.detail) from error
+        except PullDenied as error:
+            raise StartFailed(EndReason.PULL_DENIED, error.detail) from error
         except OrchardError as error:
             raise StartFailed(EndReason.RUNTIME_ERROR, error.detail) from error
 
