@@ -36,6 +36,10 @@ def serve(
     keys_file: Annotated[
         Path | None, typer.Option("--keys-file", metavar="FILE", help="Keys with owners, roles and quotas.")
     ] = None,
+    audit_log: Annotated[
+        Path | None,
+        typer.Option("--audit-log", metavar="FILE", help="A line for every change and every refused key."),
+    ] = None,
     state_dir: options.StateDir = None,
     redis_url: Annotated[
         str | None, typer.Option("--redis-url", metavar="URL", help="A shared store (not in this version).")
@@ -87,6 +91,7 @@ def serve(
         port=port,
         api_keys=api_key or None,
         keys_file=keys_file,
+        audit_log=audit_log,
         state_dir=state_dir,
         max_starting=max_starting,
         max_sandboxes=max_sandboxes,

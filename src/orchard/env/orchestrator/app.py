@@ -57,7 +57,7 @@ def create_app(settings: ServiceSettings, runtime: Runtime, store: Store) -> Ser
     app = Service(title="Orchard", version=API_VERSION, lifespan=lifespan, redirect_slashes=False,
                   description="Sandboxes for agents: create, run commands, move files.")  # fmt: skip
     app.state.orchestrator = orchestrator
-    app.edge = Edge(app.router, orchestrator.keys, orchestrator.metrics)
+    app.edge = Edge(app.router, orchestrator.keys, orchestrator.metrics, orchestrator.audit)
     app.router.route_class = LeanRoute
     # Most frequent first: routes are tried in order.
     own = [route for part in (sandboxes, jobs, files, streams, service, pty) for route in part.routes.routes]

@@ -17,14 +17,8 @@ import time
 from typing import Any, Protocol
 
 from orchard.env.contract import CreateSandbox, EndReason, PatchSandbox, SandboxStatus
-from orchard.env.errors import (
-    Forbidden,
-    InfrastructureError,
-    OrchardError,
-    Overloaded,
-    QuotaExceeded,
-    SandboxTimeout,
-)
+from orchard.env.errors import InfrastructureError, OrchardError, SandboxTimeout
+from orchard.env.orchestrator.admission import Admission, check_image
 from orchard.env.orchestrator.auth import Principal
 from orchard.env.orchestrator.catalog import Catalog
 from orchard.env.orchestrator.deaths import complete, death_record
@@ -42,12 +36,6 @@ _START_ATTEMPTS = 5
 _FREE_ATTEMPTS = 4
 
 
-def _check_image(principal: Principal, image: str) -> None:
-    """A directory of the machine as an image would let a tenant read whatever lies there."""
-    if image.startswith("dir:") and not principal.admin:
-        raise Forbidden("images of the kind dir:PATH are for admin keys; use an image that was imported")
-
-
 class Dependents(Protocol):
     """What must know of a sandbox's end: its jobs."""
 
@@ -63,6 +51,7 @@ class Lifecycle:
         self._catalog = catalog
         self._metrics = metrics
         self._boot = boot
+        self._admission = Admission(catalog, metrics, settings.max_sandboxes)
         self._tasks: set[asyncio.Task[None]] = set()
         self.queue = CreateQueue(settings.max_starting, settings.max_queue, self._begin_start)
         self.reaper = Reaper(self._deadline, self._expire)
@@ -76,7 +65,7 @@ class Lifecycle:
 
         Raises `Conflict` when the id is taken by something else, `Forbidden`, `QuotaExceeded`, `Overloaded`.
         """
-        _check_image(principal, body.image)
+        check_image(principal, body.image)
         sandbox_id = body.sandbox_id or new_id(principal.owner, body.idempotency_key)
         digest = body_digest(body)
         if body.sandbox_id or body.idempotency_key:
@@ -84,9 +73,12 @@ class Lifecycle:
             if known is not None:
                 await self._store.flush()
                 return same_or_conflict(known, principal.owner, digest, by_key=body.sandbox_id is None)
-        self._check_room(principal)
+        if self.closing:
+            raise stopping("nothing was created")
+        self._admission.check(principal, body)
         sandbox = self._new(principal.owner, sandbox_id, body, digest)
         self.queue.push(sandbox.owner, sandbox_id)
+        self._admission.admitted(principal)
         self._catalog.add(sandbox)
         self._save(sandbox)
         self.reaper.watch(sandbox_id)
@@ -97,21 +89,6 @@ class Lifecycle:
             self.end(sandbox, EndReason.DELETED, "it could not be stored")
             raise
         return sandbox
-
-    def _check_room(self, principal: Principal) -> None:
-        if self.closing:
-            raise stopping("nothing was created")
-        quota = principal.max_sandboxes
-        if quota is not None and self._catalog.owned(principal.owner) >= quota:
-            raise QuotaExceeded(
-                f"{principal.owner} may have {quota} live sandboxes; delete some first", retry_after_s=5.0
-            )
-        limit = self._settings.max_sandboxes
-        if limit is not None and len(self._catalog.live) >= limit:
-            raise Overloaded(
-                f"the service holds {limit} sandboxes, its limit; try again when some have ended",
-                retry_after_s=5.0,
-            )
 
     def _new(self, owner: str, sandbox_id: str, body: CreateSandbox, digest: str) -> Sandbox:
         now = time.monotonic()

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orchard.env.contract import API_VERSION, REQUEST_ID_HEADER, VERSION_HEADER
 from orchard.env.errors import Forbidden, InternalError, OrchardError
+from orchard.env.orchestrator.audit import AuditLog
 from orchard.env.orchestrator.auth import KeyRing, Principal
 from orchard.env.orchestrator.logging import request_id
 from orchard.env.orchestrator.metrics import Metrics
@@ -32,10 +33,13 @@ _SAFE_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}\Z")
 
 
 class Edge:
-    def __init__(self, app: ASGIApp, keys: KeyRing, metrics: Metrics) -> None:
+    """audit: where changes and refused keys are written down, None for nowhere."""
+
+    def __init__(self, app: ASGIApp, keys: KeyRing, metrics: Metrics, audit: AuditLog | None = None) -> None:
         self._app = app
         self._keys = keys
         self._metrics = metrics
+        self._audit = audit
         self._prefix = os.urandom(6).hex().encode()
         self._numbers = itertools.count(1)
 
@@ -50,11 +54,13 @@ class Edge:
             own_id = b"%s-%x" % (self._prefix, next(self._numbers))
         request_id.set(own_id.decode("ascii"))
         status = 0
+        seconds: float | None = None
 
         async def send_marked(message: Message) -> None:
-            nonlocal status
+            nonlocal status, seconds
             if message["type"] == "http.response.start":
                 status = message["status"]
+                seconds = time.perf_counter() - began
                 message["headers"].extend((_VERSION, (_REQUEST_ID, own_id)))
             await send(message)
 
@@ -77,8 +83,11 @@ class Edge:
             await error_response(fault)(scope, receive, send_marked)
         finally:
             route: Any = scope.get("route")
-            seconds = time.perf_counter() - began
+            if seconds is None:
+                seconds = time.perf_counter() - began
             self._metrics.request(scope["method"], getattr(route, "path", "-"), status, seconds)
+            if self._audit is not None:
+                self._audit.request(scope, scope.get(PRINCIPAL), status)
             if _log.isEnabledFor(logging.DEBUG):
                 # Without the query: it may hold a key.
                 fields = {

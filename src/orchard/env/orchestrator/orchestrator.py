@@ -12,6 +12,7 @@ from typing import Any
 from orchard.env.contract import EndReason, LogLine, SandboxStatus
 from orchard.env.errors import AgentUnreachable, OrchardError
 from orchard.env.orchestrator.agents import Agents
+from orchard.env.orchestrator.audit import AuditLog
 from orchard.env.orchestrator.auth import KeyRing
 from orchard.env.orchestrator.catalog import Catalog
 from orchard.env.orchestrator.execution import Execution
@@ -41,6 +42,7 @@ class Orchestrator:
         self.store = store
         self.keys = KeyRing.from_settings(settings)
         self.metrics = Metrics()
+        self.audit = AuditLog(settings.audit_log, self.metrics) if settings.audit_log is not None else None
         self._boot = boot_id()
         self.catalog = Catalog(store, self._boot)
         self.agents = Agents(runtime)
@@ -139,6 +141,26 @@ class Orchestrator:
         """Let go of everything; sandboxes and their jobs live on, for the next run to adopt."""
         await self.begin_stop()
         await self.store.close()
+        if self.audit is not None:
+            self.audit.close()
+
+    @property
+    def reloads(self) -> bool:
+        """Whether there is anything that `reload` would read or open again."""
+        return self.audit is not None or self.settings.keys_file is not None
+
+    def reload(self) -> None:
+        """Read the keys file again, and go on in a new audit log. A bad keys file changes nothing; the log says so."""
+        if self.audit is not None:
+            self.audit.reopen()
+        if self.settings.keys_file is None:
+            return
+        try:
+            self.keys.take_over(KeyRing.from_settings(self.settings))
+        except OrchardError as error:
+            _log.error("the keys file cannot be used, the old keys stay: %s", error.detail)
+            return
+        _log.info("the keys file was read again: %d keys are known", len(self.keys))
 
     async def begin_stop(self) -> None:
         """Requests that wait for commands are answered now (503, try again); new ones are refused."""

@@ -41,7 +41,8 @@ class ServiceSettings:
         runtime: name of the runtime that holds the sandboxes.
         state_dir: everything the service keeps; one service at a time may use it.
         api_keys: keys of owner `default` with role admin.
-        keys_file: YAML or JSON list of tenants, see `orchard.env.orchestrator.auth`.
+        keys_file: YAML or JSON list of tenants, see `orchard.env.orchestrator.auth`; read again on SIGHUP.
+        audit_log: file that gets a line for every request that changes something and for every refused key.
         max_starting: sandboxes that start at the same time; further creations queue.
         max_sandboxes: live sandboxes of all owners; None means no limit.
         max_queue: creations that may wait; beyond it the answer is 503 at once.
@@ -63,6 +64,7 @@ class ServiceSettings:
     state_dir: Path = field(default_factory=default_state_dir)
     api_keys: list[str] = field(default_factory=list, repr=False)
     keys_file: Path | None = None
+    audit_log: Path | None = None
     max_starting: int = field(default_factory=default_max_starting)
     max_sandboxes: int | None = None
     max_queue: int = 10_000
@@ -83,6 +85,8 @@ class ServiceSettings:
         self.state_dir = Path(self.state_dir)
         if self.keys_file is not None:
             self.keys_file = Path(self.keys_file)
+        if self.audit_log is not None:
+            self.audit_log = Path(self.audit_log)
         if not 0 <= self.port <= 65535:
             raise SettingsError(f"port {self.port} is out of range: use 0 (a free one) to 65535")
         for name in ("max_starting", "max_queue", "max_jobs", "keep_alive_s"):
