@@ -11,8 +11,8 @@ import asyncio
 import json
 import os
 import warnings
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from enum import Enum
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
@@ -231,27 +231,32 @@ class Transport:
                 raise error from error.__cause__
             await asyncio.sleep(pause_s)
 
-    async def open_stream(self, path: str, query: Query, silence_s: float) -> AsyncGenerator[bytes]:
+    async def open_stream(
+        self, path: str, query: Query, silence_s: float, headers: Mapping[str, str] | None = None
+    ) -> AsyncGenerator[bytes]:
         """The body of a GET, as it comes; one attempt.
 
         silence_s: how long the service may say nothing. Raises the typed error of the answer, or `ConnectionFailed`, also
-        in the middle.
+        in the middle; its `retryable` is false where another attempt cannot help.
         """
         try:
-            async with self._send("GET", path, None, query, silence_s) as response:
-                self._answered = True
-                self._check_version(response.headers)
+            async with self._answer("GET", path, None, query, silence_s, headers) as response:
+                self._heard(response)
                 if response.status >= 300:
                     raise self._error_of(response.status, response.headers, await response.read())
                 async for data in response.content.iter_any():
                     yield data
         except _Lost as lost:
-            raise ConnectionFailed(self._lost_detail(str(lost)), sent=not lost.unsent) from lost
+            error = ConnectionFailed(self._lost_detail(str(lost)), sent=not lost.unsent)
+            error.retryable = not lost.final
+            raise error from lost
         except _Refused as refused:
             raise refused.error from None
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            reason = str(error) or type(error).__name__
-            raise ConnectionFailed(self._lost_detail(reason), sent=True) from error
+
+    @property
+    def answered(self) -> bool:
+        """Whether the service has ever answered."""
+        return self._answered
 
     async def open_socket(self, path: str, query: Query) -> Socket:
         """A WebSocket. Raises `ConnectionFailed`, or the typed error of a refusal."""
@@ -282,9 +287,39 @@ class Transport:
     async def _attempt(
         self, method: str, path: str, body: bytes | None, query: Query, silence_s: float | None
     ) -> bytes:
+        async with self._answer(method, path, body, query, silence_s) as response:
+            raw = await response.read()
+        self._heard(response)
+        if response.status < 300:
+            return raw
+        raise self._error_of(response.status, response.headers, raw)
+
+    @asynccontextmanager
+    async def _answer(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        query: Query,
+        silence_s: float | None,
+        headers: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """One exchange; `_Lost` for whatever happens to its connection until the block ends."""
+        url = URL(self.settings.base_url + path + ("?" + urlencode(query) if query else ""), encoded=True)
+        if silence_s is None:
+            silence_s = self.settings.request_timeout_s
+        timeout = aiohttp.ClientTimeout(
+            total=None,
+            sock_connect=self.settings.connect_timeout_s,
+            sock_read=None if silence_s == FOREVER else silence_s,
+        )
+        sent = {"Content-Type": "application/json"} if body is not None else {}
+        sent.update(headers or {})
         try:
-            async with self._send(method, path, body, query, silence_s) as response:
-                raw = await response.read()
+            async with self._open_session().request(
+                method, url, data=body, headers=sent, timeout=timeout, allow_redirects=False
+            ) as response:
+                yield response
         except aiohttp.ClientSSLError as error:
             raise _Lost(f"TLS failed: {error}", unsent=True, final=True) from error
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
@@ -294,27 +329,10 @@ class Transport:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             reason = str(error) or type(error).__name__
             raise _Lost(f"the connection was lost before the answer ({reason})") from error
+
+    def _heard(self, response: aiohttp.ClientResponse) -> None:
         self._answered = True
         self._check_version(response.headers)
-        if response.status < 300:
-            return raw
-        raise self._error_of(response.status, response.headers, raw)
-
-    def _send(
-        self, method: str, path: str, body: bytes | None, query: Query, silence_s: float | None
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        url = URL(self.settings.base_url + path + ("?" + urlencode(query) if query else ""), encoded=True)
-        if silence_s is None:
-            silence_s = self.settings.request_timeout_s
-        timeout = aiohttp.ClientTimeout(
-            total=None,
-            sock_connect=self.settings.connect_timeout_s,
-            sock_read=None if silence_s == FOREVER else silence_s,
-        )
-        headers = {"Content-Type": "application/json"} if body is not None else None
-        return self._open_session().request(
-            method, url, data=body, headers=headers, timeout=timeout, allow_redirects=False
-        )
 
     def _error_of(self, status: int, headers: Mapping[str, str], raw: bytes) -> Exception:
         try:
@@ -342,7 +360,7 @@ class Transport:
             warnings.warn(
                 f"the service at {self.settings.base_url} speaks version {theirs} of the contract and this"
                 f" client {API_VERSION}: install the release of orchard-agents that matches the service",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def _lost_detail(self, reason: str) -> str:

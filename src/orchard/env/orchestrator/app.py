@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from orchard.env.contract import API_VERSION, KEY_HEADER, PatchRequest
 from orchard.env.orchestrator.middleware import Edge
 from orchard.env.orchestrator.orchestrator import Orchestrator
-from orchard.env.orchestrator.routes import files, jobs, pty, sandboxes, service, streams
+from orchard.env.orchestrator.routes import events, files, jobs, pty, sandboxes, service, streams
 from orchard.env.orchestrator.routes.base import LeanRoute
 from orchard.env.orchestrator.settings import ServiceSettings
 from orchard.env.orchestrator.stores.base import Store
@@ -60,7 +60,11 @@ def create_app(settings: ServiceSettings, runtime: Runtime, store: Store) -> Ser
     app.edge = Edge(app.router, orchestrator.keys, orchestrator.metrics, orchestrator.audit)
     app.router.route_class = LeanRoute
     # Most frequent first: routes are tried in order.
-    own = [route for part in (sandboxes, jobs, files, streams, service, pty) for route in part.routes.routes]
+    own = [
+        route
+        for part in (sandboxes, jobs, files, streams, events, service, pty)
+        for route in part.routes.routes
+    ]
     app.router.routes[:0] = own
     return app
 

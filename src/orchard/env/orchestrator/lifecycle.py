@@ -16,12 +16,13 @@ import logging
 import time
 from typing import Any, Protocol
 
-from orchard.env.contract import CreateSandbox, EndReason, PatchSandbox, SandboxStatus
+from orchard.env.contract import CreateSandbox, EndReason, EventType, PatchSandbox, SandboxStatus
 from orchard.env.errors import InfrastructureError, OrchardError, SandboxTimeout
 from orchard.env.orchestrator.admission import Admission, check_image
 from orchard.env.orchestrator.auth import Principal
 from orchard.env.orchestrator.catalog import Catalog
 from orchard.env.orchestrator.deaths import complete, death_record
+from orchard.env.orchestrator.events import EventLog
 from orchard.env.orchestrator.identity import body_digest, new_id, same_or_conflict
 from orchard.env.orchestrator.metrics import Metrics
 from orchard.env.orchestrator.queue import CreateQueue
@@ -44,12 +45,13 @@ class Dependents(Protocol):
 
 class Lifecycle:
     def __init__(self, settings: ServiceSettings, runtime: Runtime, store: Store, catalog: Catalog,
-                 metrics: Metrics, boot: str) -> None:  # fmt: skip
+                 metrics: Metrics, events: EventLog, boot: str) -> None:  # fmt: skip
         self._settings = settings
         self._runtime = runtime
         self._store = store
         self._catalog = catalog
         self._metrics = metrics
+        self._events = events
         self._boot = boot
         self._admission = Admission(catalog, metrics, settings.max_sandboxes)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -88,6 +90,7 @@ class Lifecycle:
         except OrchardError:
             self.end(sandbox, EndReason.DELETED, "it could not be stored")
             raise
+        self._events.publish(EventType.CREATED, sandbox)
         return sandbox
 
     def _new(self, owner: str, sandbox_id: str, body: CreateSandbox, digest: str) -> Sandbox:
@@ -134,6 +137,7 @@ class Lifecycle:
             self._metrics.queue_seconds.observe(sandbox.queue_s)
             began = time.monotonic()
             await self._store.flush()
+            self._events.publish(EventType.STARTING, sandbox)
             handle = await self._create_in_runtime(sandbox)
             self._metrics.start_seconds.observe(time.monotonic() - began)
             await self.became_ready(sandbox, handle)
@@ -175,6 +179,8 @@ class Lifecycle:
         sandbox.note("ready")
         self._save(sandbox)
         await self._store.flush()
+        if sandbox.live:
+            self._events.publish(EventType.READY, sandbox)
         sandbox.settled.set()
         _log.debug("sandbox is ready", extra={"sandbox_id": sandbox.sandbox_id, "owner": sandbox.owner})
 
@@ -228,10 +234,13 @@ class Lifecycle:
             sandbox.ttl_deadline = time.monotonic() + body.ttl_seconds
             sandbox.note(f"lifetime set to {body.ttl_seconds:g} s from now")
             self.reaper.watch(sandbox.sandbox_id)
+        earlier_labels = sandbox.labels
         if body.labels is not None:
             sandbox.labels = dict(body.labels)
         self._save(sandbox)
         await self._store.flush()
+        if sandbox.live:
+            self._events.publish(EventType.CHANGED, sandbox, earlier_labels)
 
     def _deadline(self, sandbox_id: str) -> float | None:
         sandbox = self._catalog.live.get(sandbox_id)
@@ -308,6 +317,8 @@ class Lifecycle:
                 error,
                 extra={"sandbox_id": sandbox.sandbox_id},
             )
+        if not sandbox.ended.is_set():
+            self._events.publish(EventType.ENDED, sandbox)
         sandbox.settled.set()
         sandbox.ended.set()
         if starting is not None and starting is not asyncio.current_task():

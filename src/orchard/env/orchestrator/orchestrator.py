@@ -15,6 +15,7 @@ from orchard.env.orchestrator.agents import Agents
 from orchard.env.orchestrator.audit import AuditLog
 from orchard.env.orchestrator.auth import KeyRing
 from orchard.env.orchestrator.catalog import Catalog
+from orchard.env.orchestrator.events import EventLog
 from orchard.env.orchestrator.execution import Execution
 from orchard.env.orchestrator.files import Files
 from orchard.env.orchestrator.jobs import Jobs
@@ -46,7 +47,10 @@ class Orchestrator:
         self._boot = boot_id()
         self.catalog = Catalog(store, self._boot)
         self.agents = Agents(runtime)
-        self.lifecycle = Lifecycle(settings, runtime, store, self.catalog, self.metrics, self._boot)
+        self.events = EventLog(self.metrics)
+        self.lifecycle = Lifecycle(
+            settings, runtime, store, self.catalog, self.metrics, self.events, self._boot
+        )
         table = JobTable(store, self.metrics, settings.job_cache_bytes)
         self._table = table
         self.execution = Execution(settings, runtime, store, table, self.agents, self.lifecycle)
@@ -160,6 +164,8 @@ class Orchestrator:
         except OrchardError as error:
             _log.error("the keys file cannot be used, the old keys stay: %s", error.detail)
             return
+        # A key that is gone must not read on.
+        self.events.end_streams()
         _log.info("the keys file was read again: %d keys are known", len(self.keys))
 
     async def begin_stop(self) -> None:
@@ -169,6 +175,7 @@ class Orchestrator:
             return
         self._stopping = True
         self.lifecycle.closing = True
+        self.events.close()
         if self._housekeeper is not None:
             self._housekeeper.cancel()
         await self.execution.close()
