@@ -23,6 +23,7 @@ from yarl import URL
 
 from orchard.env.client.retry import Backoff, parse_retry_after
 from orchard.env.client.settings import ClientSettings
+from orchard.env.client.tracing import trace_headers
 from orchard.env.contract import API_VERSION, KEY_HEADER, VERSION_HEADER
 from orchard.env.errors import (
     ConnectionFailed,
@@ -263,7 +264,7 @@ class Transport:
         url = URL(self.settings.base_url + path + ("?" + urlencode(query) if query else ""), encoded=True)
         try:
             opened = await self._open_session().ws_connect(
-                url, heartbeat=_SOCKET_HEARTBEAT_S, max_msg_size=_MAX_MESSAGE_BYTES
+                url, heartbeat=_SOCKET_HEARTBEAT_S, max_msg_size=_MAX_MESSAGE_BYTES, headers=trace_headers()
             )
         except _Lost as lost:
             raise ConnectionFailed(self._lost_detail(str(lost)), sent=not lost.unsent) from lost
@@ -315,6 +316,7 @@ class Transport:
         )
         sent = {"Content-Type": "application/json"} if body is not None else {}
         sent.update(headers or {})
+        sent.update(trace_headers())
         try:
             async with self._open_session().request(
                 method, url, data=body, headers=sent, timeout=timeout, allow_redirects=False

@@ -57,7 +57,9 @@ def create_app(settings: ServiceSettings, runtime: Runtime, store: Store) -> Ser
     app = Service(title="Orchard", version=API_VERSION, lifespan=lifespan, redirect_slashes=False,
                   description="Sandboxes for agents: create, run commands, move files.")  # fmt: skip
     app.state.orchestrator = orchestrator
-    app.edge = Edge(app.router, orchestrator.keys, orchestrator.metrics, orchestrator.audit)
+    app.edge = Edge(
+        app.router, orchestrator.keys, orchestrator.metrics, orchestrator.audit, orchestrator.tracing
+    )
     app.router.route_class = LeanRoute
     # Most frequent first: routes are tried in order.
     own = [

@@ -30,6 +30,7 @@ from orchard.env.orchestrator.reaper import Reaper
 from orchard.env.orchestrator.sandbox import Sandbox
 from orchard.env.orchestrator.settings import ServiceSettings
 from orchard.env.orchestrator.stores.base import Store
+from orchard.env.orchestrator.tracing import Tracing
 from orchard.env.runtimes.base import Handle, Postmortem, Runtime, StartFailed
 
 _log = logging.getLogger(__name__)
@@ -45,13 +46,15 @@ class Dependents(Protocol):
 
 class Lifecycle:
     def __init__(self, settings: ServiceSettings, runtime: Runtime, store: Store, catalog: Catalog,
-                 metrics: Metrics, events: EventLog, boot: str) -> None:  # fmt: skip
+                 metrics: Metrics, events: EventLog, tracing: Tracing | None,
+                 boot: str) -> None:  # fmt: skip
         self._settings = settings
         self._runtime = runtime
         self._store = store
         self._catalog = catalog
         self._metrics = metrics
         self._events = events
+        self._tracing = tracing
         self._boot = boot
         self._admission = Admission(catalog, metrics, settings.max_sandboxes)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -79,6 +82,8 @@ class Lifecycle:
             raise stopping("nothing was created")
         self._admission.check(principal, body)
         sandbox = self._new(principal.owner, sandbox_id, body, digest)
+        if self._tracing is not None:
+            sandbox.trace = self._tracing.current()
         self.queue.push(sandbox.owner, sandbox_id)
         self._admission.admitted(principal)
         self._catalog.add(sandbox)
@@ -154,7 +159,18 @@ class Lifecycle:
         finally:
             if sandbox is not None:
                 sandbox.starting = None
+                self._trace_start(sandbox)
             self.queue.finished(sandbox_id)
+
+    def _trace_start(self, sandbox: Sandbox) -> None:
+        if self._tracing is None or sandbox.queue_s is None or self.closing:
+            return
+        began_at, ids = sandbox.created_at + sandbox.queue_s, {"sandbox_id": sandbox.sandbox_id}
+        error = None if sandbox.ready_at else sandbox.reason.value if sandbox.reason else "cancelled"
+        self._tracing.record("sandbox.queue", sandbox.trace, sandbox.created_at, began_at, **ids)
+        self._tracing.record(
+            "sandbox.start", sandbox.trace, began_at, sandbox.ready_at or time.time(), error, **ids
+        )
 
     async def _create_in_runtime(self, sandbox: Sandbox) -> Handle:
         """With a few further attempts where the runtime says that they may help."""

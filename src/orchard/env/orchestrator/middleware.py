@@ -24,6 +24,7 @@ from orchard.env.orchestrator.metrics import Metrics
 from orchard.env.orchestrator.responses import error_response, from_http, from_validation
 from orchard.env.orchestrator.routes.base import PRINCIPAL
 from orchard.env.orchestrator.routes.service import PUBLIC_PATHS
+from orchard.env.orchestrator.tracing import Tracing
 
 _log = logging.getLogger(__name__)
 KEY_SUBPROTOCOL = "api_key."
@@ -33,13 +34,21 @@ _SAFE_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}\Z")
 
 
 class Edge:
-    """audit: where changes and refused keys are written down, None for nowhere."""
+    """audit: where changes and refused keys are written down; tracing: where spans go; None for nowhere."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, metrics: Metrics, audit: AuditLog | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: KeyRing,
+        metrics: Metrics,
+        audit: AuditLog | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:
         self._app = app
         self._keys = keys
         self._metrics = metrics
         self._audit = audit
+        self._tracing = tracing
         self._prefix = os.urandom(6).hex().encode()
         self._numbers = itertools.count(1)
 
@@ -53,6 +62,9 @@ class Edge:
         if not _SAFE_ID.match(own_id):
             own_id = b"%s-%x" % (self._prefix, next(self._numbers))
         request_id.set(own_id.decode("ascii"))
+        span = None
+        if self._tracing is not None and scope["path"] not in PUBLIC_PATHS:
+            span = self._tracing.begin_request(scope, headers)
         status = 0
         seconds: float | None = None
 
@@ -85,7 +97,10 @@ class Edge:
             route: Any = scope.get("route")
             if seconds is None:
                 seconds = time.perf_counter() - began
-            self._metrics.request(scope["method"], getattr(route, "path", "-"), status, seconds)
+            template = getattr(route, "path", "-")
+            self._metrics.request(scope["method"], template, status, seconds)
+            if span is not None and self._tracing is not None:
+                self._tracing.end_request(span, scope, template, scope.get(PRINCIPAL), status)
             if self._audit is not None:
                 self._audit.request(scope, scope.get(PRINCIPAL), status)
             if _log.isEnabledFor(logging.DEBUG):

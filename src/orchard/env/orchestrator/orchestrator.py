@@ -28,6 +28,7 @@ from orchard.env.orchestrator.settings import ServiceSettings
 from orchard.env.orchestrator.stores.base import JobRecord, Store
 from orchard.env.orchestrator.streaming import Streams
 from orchard.env.orchestrator.terminals import Terminals
+from orchard.env.orchestrator.tracing import Tracing
 from orchard.env.runtimes.base import Postmortem, Runtime
 
 _log = logging.getLogger(__name__)
@@ -44,14 +45,15 @@ class Orchestrator:
         self.keys = KeyRing.from_settings(settings)
         self.metrics = Metrics()
         self.audit = AuditLog(settings.audit_log, self.metrics) if settings.audit_log is not None else None
+        self.tracing = Tracing(settings.otel_endpoint) if settings.otel_endpoint else None
         self._boot = boot_id()
         self.catalog = Catalog(store, self._boot)
         self.agents = Agents(runtime)
         self.events = EventLog(self.metrics)
         self.lifecycle = Lifecycle(
-            settings, runtime, store, self.catalog, self.metrics, self.events, self._boot
+            settings, runtime, store, self.catalog, self.metrics, self.events, self.tracing, self._boot
         )
-        table = JobTable(store, self.metrics, settings.job_cache_bytes)
+        table = JobTable(store, self.metrics, settings.job_cache_bytes, self.tracing)
         self._table = table
         self.execution = Execution(settings, runtime, store, table, self.agents, self.lifecycle)
         self.jobs = Jobs(settings, store, table, self.agents, self.execution)
@@ -147,6 +149,8 @@ class Orchestrator:
         await self.store.close()
         if self.audit is not None:
             self.audit.close()
+        if self.tracing is not None:
+            await self.tracing.close()
 
     @property
     def reloads(self) -> bool:

@@ -24,6 +24,8 @@ from orchard.env.errors import SettingsError
 from orchard.env.paths import default_state_dir
 
 ENV_PREFIX = "ORCHARD_"
+#: OpenTelemetry's own name of `otel_endpoint`.
+OTEL_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -43,6 +45,7 @@ class ServiceSettings:
         api_keys: keys of owner `default` with role admin.
         keys_file: YAML or JSON list of tenants, see `orchard.env.orchestrator.auth`; read again on SIGHUP.
         audit_log: file that gets a line for every request that changes something and for every refused key.
+        otel_endpoint: base URL of an OTLP receiver (HTTP) for traces; also from OTEL_EXPORTER_OTLP_ENDPOINT.
         max_starting: sandboxes that start at the same time; further creations queue.
         max_sandboxes: live sandboxes of all owners; None means no limit.
         max_queue: creations that may wait; beyond it the answer is 503 at once.
@@ -65,6 +68,7 @@ class ServiceSettings:
     api_keys: list[str] = field(default_factory=list, repr=False)
     keys_file: Path | None = None
     audit_log: Path | None = None
+    otel_endpoint: str | None = None
     max_starting: int = field(default_factory=default_max_starting)
     max_sandboxes: int | None = None
     max_queue: int = 10_000
@@ -103,6 +107,10 @@ class ServiceSettings:
                 raise SettingsError(f"{name} must be positive, not {getattr(self, name)}")
         if self.max_sandboxes is not None and self.max_sandboxes < 1:
             raise SettingsError(f"max_sandboxes must be at least 1 or unset, not {self.max_sandboxes}")
+        if self.otel_endpoint is not None and not self.otel_endpoint.startswith(("http://", "https://")):
+            raise SettingsError(
+                f"otel_endpoint {self.otel_endpoint!r:.200} must begin with http:// or https://"
+            )
         if self.log_level not in _LOG_LEVELS:
             raise SettingsError(
                 f"log_level {self.log_level!r} is unknown: use one of {', '.join(_LOG_LEVELS)}"
@@ -142,6 +150,8 @@ class ServiceSettings:
                 values[name] = _convert(name, types_of[name], value)
         for name, hint in types_of.items():
             text = (environ or {}).get(ENV_PREFIX + name.upper())
+            if name == "otel_endpoint":
+                text = text or (environ or {}).get(OTEL_VARIABLE)
             if text:
                 values[name] = _convert(name, hint, text)
         for name, value in overrides.items():
