@@ -6,8 +6,10 @@ import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
+from websockets.sync.client import connect
 
 from tests.conformance.conftest import end_and_check
 from tests.conformance.runtimes import RuntimeCase
@@ -141,6 +143,26 @@ def test_sighup_goes_on_in_a_new_audit_log(served: Service, tmp_path: Path) -> N
     served.rest.post("/sandboxes/none/heartbeat")
     (line,) = (tmp_path / "audit.jsonl").read_text().splitlines()
     assert json.loads(line)["status"] == 404
+
+
+def test_an_opened_terminal_and_one_with_a_refused_key_are_in_the_audit_log(
+    served: Service, tmp_path: Path
+) -> None:
+    box = served.rest.with_key(RATE.key).create(IMAGE)
+    for key in (RATE.key, "stolen"):
+        query = urlencode({"api_key": key})
+        url = f"{served.base_url.replace('http', 'ws', 1)}{box.path}/exec/pty?{query}"
+        with connect(url) as socket:
+            if key == RATE.key:
+                socket.send("no frame")
+            assert json.loads(socket.recv())["type"] == "error"
+    text = (tmp_path / "audit.jsonl").read_text()
+    opened, refused = (json.loads(line) for line in text.splitlines()[-2:])
+    assert (opened["owner"], opened["method"], opened["sandbox_id"], opened["status"]) == (
+        "rate", "WEBSOCKET", box.id, 101,
+    )  # fmt: skip
+    assert (refused["owner"], refused["status"], refused["path"]) == (None, 401, f"{box.path}/exec/pty")
+    assert "stolen" not in text
 
 
 def test_no_key_is_in_any_log_audit_line_metric_or_state(served: Service, tmp_path: Path) -> None:

@@ -41,9 +41,10 @@ class AuditLog:
 
     def request(self, scope: Scope, principal: Principal | None, status: int) -> None:
         """A request that was answered with `status` (0: the caller went away first). Reads leave no line, unless
-        their key was refused."""
+        their key was refused. A WebSocket, which is a terminal, has a line when it is opened."""
+        method = scope.get("method", "WEBSOCKET")
         refused = principal is None and status in (401, 403)
-        if not refused and (principal is None or scope["method"] in _READING):
+        if not refused and (principal is None or method in _READING):
             return
         client = scope.get("client")
         made = scope.get(SANDBOXES)
@@ -52,7 +53,7 @@ class AuditLog:
             "request_id": request_id.get(),
             "owner": principal.owner if principal else None,
             "role": principal.role.value if principal else None,
-            "method": scope["method"],
+            "method": method,
             # Never the query: it may hold a key.
             "path": scope["path"][:_PATH_CHARACTERS],
             "sandbox_id": scope.get("path_params", {}).get("sandbox_id"),

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orchard.env.contract import API_VERSION, REQUEST_ID_HEADER, VERSION_HEADER
-from orchard.env.errors import Forbidden, InternalError, OrchardError
+from orchard.env.errors import Forbidden, InternalError, OrchardError, Unauthorized
 from orchard.env.orchestrator.audit import AuditLog
 from orchard.env.orchestrator.auth import KeyRing, Principal
 from orchard.env.orchestrator.logging import request_id
@@ -28,6 +28,7 @@ from orchard.env.orchestrator.tracing import Tracing
 
 _log = logging.getLogger(__name__)
 KEY_SUBPROTOCOL = "api_key."
+_SWITCHED = 101
 _VERSION = (VERSION_HEADER.lower().encode(), API_VERSION.encode())
 _REQUEST_ID = REQUEST_ID_HEADER.lower().encode()
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}\Z")
@@ -116,6 +117,17 @@ class Edge:
     def principal_of_socket(self, scope: Scope) -> Principal:
         """Who opens a WebSocket: by the header, or where a client cannot set one, by the query (`api_key=`) or a
         subprotocol `api_key.KEY`. Raises `Unauthorized` or `Forbidden`."""
+        try:
+            principal = self._socket_key(scope)
+        except Unauthorized as error:
+            if self._audit is not None:
+                self._audit.request(scope, None, error.http_status)
+            raise
+        if self._audit is not None:
+            self._audit.request(scope, principal, _SWITCHED)
+        return principal
+
+    def _socket_key(self, scope: Scope) -> Principal:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         if self._keys.open:
             _check_browser(headers)
