@@ -21,6 +21,7 @@ import aiohttp
 from pydantic import BaseModel, ValidationError
 from yarl import URL
 
+from orchard.env.client.process import connection_limit, make_immortal
 from orchard.env.client.retry import Backoff, parse_retry_after
 from orchard.env.client.settings import ClientSettings
 from orchard.env.client.tracing import trace_headers
@@ -36,8 +37,6 @@ from orchard.env.errors import (
 
 #: Shorter than any server keeps an idle connection (ours: 120 s), so that none is reused as it closes.
 _KEEPALIVE_S = 55.0
-#: Descriptors left to the rest of the program.
-_SPARE_DESCRIPTORS = 128
 _GATEWAY_STATUS = (502, 504)
 _SOCKET_HEARTBEAT_S = 20.0
 _MAX_MESSAGE_BYTES = 8 << 20
@@ -112,27 +111,6 @@ def _readable(error: ValidationError) -> str:
         where = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("function-"))
         parts.append(f"{where}: {problem['msg'].removeprefix('Value error, ')}" if where else problem["msg"])
     return "; ".join(dict.fromkeys(parts))
-
-
-def _connection_limit() -> int:
-    """As many connections as the descriptor limit allows: beyond it requests queue instead of failing."""
-    try:
-        import resource
-    except ImportError:  # not a Unix
-        return 0
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 0 if soft == resource.RLIM_INFINITY else max(32, soft - _SPARE_DESCRIPTORS)
-
-
-def _make_immortal(thing: object) -> None:
-    """Keep `thing` from ever being finalised.
-
-    A child of fork shares its parent's sockets and epoll instance: finalising the inherited session would
-    unregister the parent's live connections.
-    """
-    import ctypes
-
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 class Socket:
@@ -384,7 +362,7 @@ class Transport:
         key = self.settings.api_key
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
-                limit=_connection_limit(), keepalive_timeout=_KEEPALIVE_S, ttl_dns_cache=300
+                limit=connection_limit(), keepalive_timeout=_KEEPALIVE_S, ttl_dns_cache=300
             ),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={"Accept": "application/json", **({KEY_HEADER: key} if key else {})},
@@ -396,7 +374,7 @@ class Transport:
         """Let go of a session whose process or loop is not this one."""
         pid, loop = home
         if pid != os.getpid():
-            _make_immortal(session)
+            make_immortal(session)
         elif loop.is_closed():
             # Nothing is left to wait for; this only marks it closed.
             self._keep(asyncio.ensure_future(session.close()))
