@@ -222,7 +222,36 @@ def errors() -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGES = {"rest-api.md": rest_api, "sdk.md": sdk, "errors.md": errors}
+# ------------------------------------------------------------------------------------------------- metrics
+
+
+def metrics() -> str:
+    """The page of what /metrics tells, from the registry itself."""
+    from orchard.env.orchestrator.metrics import Metrics
+
+    lines = [
+        "# Metrics\n",
+        "`GET /metrics` needs no key and speaks the Prometheus text format. No label holds an id, an owner, a key or a"
+        " path: `route` is a template such as `/sandboxes/{sandbox_id}/exec`, `-` where there is none, and methods that"
+        " are not HTTP's usual ones are `other`. A histogram has the series `_bucket`, `_sum` and `_count`; buckets are"
+        " in the unit of the name, `+Inf` is always the last.\n",
+        "| name | type | labels | |",
+        "|---|---|---|---|",
+    ]
+    buckets = []
+    for metric in Metrics().registry._collector_to_names:
+        name = metric._name + ("_total" if metric._type == "counter" else "")
+        labels = ", ".join(f"`{label}`" for label in metric._labelnames)
+        lines.append(f"| `{name}` | {metric._type} | {labels} | {cell(metric._documentation)} |")
+        if metric._type == "histogram":
+            bounds = metric._kwargs["buckets"] if metric._labelnames else metric._upper_bounds
+            told = ", ".join(f"{bound:.12g}" for bound in bounds if bound != float("inf"))
+            buckets.append(f"| `{name}` | {told} |")
+    lines += ["\n## Buckets\n", "| histogram | upper bounds |", "|---|---|", *buckets]
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {"rest-api.md": rest_api, "sdk.md": sdk, "errors.md": errors, "metrics.md": metrics}
 
 
 def main() -> int:

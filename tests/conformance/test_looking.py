@@ -92,3 +92,18 @@ def test_metrics_hold_no_ids(rest: Rest, fresh: Box) -> None:
     """Ids as label values would grow without bound."""
     fresh.run("true")
     assert fresh.id not in rest.get("/metrics").body.decode()
+
+
+def test_metrics_tell_the_sizes_of_files(rest: Rest, fresh: Box) -> None:
+    def small(direction: str) -> float:
+        name = f'orchard_file_bytes_bucket{{direction="{direction}",le="8192.0"}} '
+        return float(rest.get("/metrics").body.decode().split(name)[1].split("\n")[0])
+
+    before = {direction: small(direction) for direction in ("in", "out")}
+    fresh.write("/tmp/file", b"x" * 5000)
+    fresh.read("/tmp/file")
+    fresh.write("/tmp/large", b"x" * 9000)
+    assert {direction: small(direction) for direction in before} == {
+        "in": before["in"] + 1,
+        "out": before["out"] + 1,
+    }

@@ -17,12 +17,16 @@ class Tenant:
     owner: str
     role: str = "user"
     max_sandboxes: int | None = None
+    max_cpu: float | str | None = None
+    max_memory: int | str | None = None
+    creates_per_minute: int | None = None
     key: str = field(default_factory=lambda: secrets.token_hex(16))
 
     def entry(self) -> dict[str, object]:
         digest = "sha256:" + hashlib.sha256(self.key.encode()).hexdigest()
-        quota = {} if self.max_sandboxes is None else {"max_sandboxes": self.max_sandboxes}
-        return {"owner": self.owner, "role": self.role, "hash": digest, **quota}
+        names = ("max_sandboxes", "max_cpu", "max_memory", "creates_per_minute")
+        quotas = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return {"owner": self.owner, "role": self.role, "hash": digest, **quotas}
 
 
 def write_keys_file(path: Path, tenants: Iterable[Tenant]) -> Path:

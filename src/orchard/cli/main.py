@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from orchard import __version__
-from orchard.cli import copying, doctor, execution, images, listing, sandboxes, serving, shell
+from orchard.cli import copying, doctor, execution, images, keys, listing, sandboxes, serving, shell
 
 app = typer.Typer(
     name="orchard",
@@ -50,6 +50,7 @@ app.command("ps")(listing.ps)
 app.command("logs")(listing.logs)
 app.command("rm")(sandboxes.remove)
 app.add_typer(images.app, name="images")
+app.add_typer(keys.app, name="keys")
 app.command("doctor")(doctor.doctor)
 
 

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from orchard.env.errors import OrchardError
 
 
@@ -18,10 +20,23 @@ def print_json(value: Any) -> None:
     sys.stdout.write("\n")
 
 
+def print_json_line(value: Any) -> None:
+    """One JSON document on one line, at once."""
+    print(json.dumps(value, ensure_ascii=False), flush=True)
+
+
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """A table for people; plain columns when stdout is no terminal."""
-    from rich import box
     from rich.console import Console
+
+    # A pipe has no width: never cut what a program may read.
+    width = None if sys.stdout.isatty() else 10_000
+    Console(width=width, soft_wrap=False, highlight=False).print(table_of(columns, rows))
+
+
+def table_of(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """The table that `print_table` prints."""
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
@@ -30,9 +45,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         table.add_column(column, no_wrap=True, overflow="ignore" if not sys.stdout.isatty() else "ellipsis")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    # A pipe has no width: never cut what a program may read.
-    width = None if sys.stdout.isatty() else 10_000
-    Console(width=width, soft_wrap=False, highlight=False).print(table)
+    return table
 
 
 def write_bytes(data: bytes, *, error: bool = False) -> None:

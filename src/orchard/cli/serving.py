@@ -36,6 +36,16 @@ def serve(
     keys_file: Annotated[
         Path | None, typer.Option("--keys-file", metavar="FILE", help="Keys with owners, roles and quotas.")
     ] = None,
+    audit_log: Annotated[
+        Path | None,
+        typer.Option("--audit-log", metavar="FILE", help="A line for every change and every refused key."),
+    ] = None,
+    otel_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--otel-endpoint", metavar="URL", help="Where traces go (or OTEL_EXPORTER_OTLP_ENDPOINT)."
+        ),
+    ] = None,
     state_dir: options.StateDir = None,
     redis_url: Annotated[
         str | None, typer.Option("--redis-url", metavar="URL", help="A shared store (not in this version).")
@@ -93,6 +103,8 @@ def serve(
         port=port,
         api_keys=api_key or None,
         keys_file=keys_file,
+        audit_log=audit_log,
+        otel_endpoint=otel_endpoint,
         state_dir=state_dir,
         max_starting=max_starting,
         max_sandboxes=max_sandboxes,

@@ -309,6 +309,38 @@ class SandboxList(_Answer):
     next_cursor: str | None = None
 
 
+class EventType(StrEnum):
+    """What a `SandboxEvent` tells. open: the stream begins here. gap: events before this one are lost."""
+
+    OPEN = "open"
+    GAP = "gap"
+    CREATED = "created"
+    STARTING = "starting"
+    READY = "ready"
+    CHANGED = "changed"
+    ENDED = "ended"
+
+
+class SandboxEvent(_Answer):
+    """One event of GET /events. time, created_at: Unix seconds. After `open` and `gap`, which are about no sandbox,
+    GET /sandboxes tells how things stand. id: what to go on after, as `Last-Event-ID`."""
+
+    id: str
+    type: EventType
+    time: float
+    sandbox_id: str | None = None
+    owner: str | None = None
+    image: str | None = None
+    status: SandboxStatus | None = None
+    reason: EndReason | None = None
+    message: str | None = None
+    labels: dict[str, str] = {}
+    created_at: float | None = None
+    cpu: str | None = None
+    memory: str | None = None
+    block_network: bool = True
+
+
 class BatchEntry(_Answer):
     """Either `sandbox` or `error` (the JSON error body) is set."""
 

@@ -49,6 +49,7 @@ class AgentJob:
             "stdout_bytes": len(self.stdout), "stderr_bytes": len(self.stderr), "stdout_truncated": False,
             "stderr_truncated": False, "stdout_size": len(self.stdout) if finished else 0,
             "stderr_size": len(self.stderr) if finished else 0,
+            "session_reset": False,
         }  # fmt: skip
 
 

@@ -183,6 +183,15 @@ async def test_metrics_count_by_route_not_by_id(call: Caller) -> None:
     assert box not in text
 
 
+async def test_methods_and_paths_of_any_name_make_no_series_of_their_own(call: Caller) -> None:
+    for method in ("BREW", "WHEN"):
+        await call(method, f"/pot-{method}")
+    text = (await call.get("/metrics")).body.decode()
+    assert 'orchard_http_requests_total{method="other",route="-",status="404"} 2.0' in text
+    assert "BREW" not in text
+    assert "pot" not in text
+
+
 async def test_the_document_names_every_route_its_key_and_its_errors(call: Caller) -> None:
     document = (await call.get("/openapi.json")).expect()
     assert "PatchRequest" in document["components"]["schemas"]

@@ -9,6 +9,7 @@ import pytest
 
 from orchard.env.errors import SettingsError, Unauthorized
 from orchard.env.orchestrator.auth import KeyRing, Role, hash_key
+from orchard.env.orchestrator.quotas import Quotas
 from orchard.env.orchestrator.settings import ServiceSettings
 
 
@@ -76,7 +77,7 @@ def test_keys_name_their_owner_and_role(tmp_path: Path) -> None:
     keys = ring(tmp_path, entries, api_keys=["k"])
     assert (keys.principal(b"k").owner, keys.principal(b"k").role) == ("default", Role.ADMIN)
     assert (keys.principal(b"a").owner, keys.principal(b"a").admin) == ("alice", False)
-    assert (keys.principal(b"r").max_sandboxes, keys.principal(b"r").admin) == (5, True)
+    assert (keys.principal(b"r").quotas.max_sandboxes, keys.principal(b"r").admin) == (5, True)
     for wrong in (b"", b"A", b"sha256:", None, b"\xff"):
         with pytest.raises(Unauthorized):
             keys.principal(wrong)
@@ -94,9 +95,57 @@ def test_keys_name_their_owner_and_role(tmp_path: Path) -> None:
         [{"owner": "alice", "hash": hash_key("x"), "role": "king"}],
         [{"owner": "alice", "hash": hash_key("x"), "max_sandboxes": "many"}],
         [{"owner": "alice", "hash": hash_key("x"), "colour": "red"}],
+        [{"owner": "alice", "hash": hash_key("x"), "max_sandboxes": -1}],
+        [{"owner": "alice", "hash": hash_key("x"), "max_sandboxes": True}],
+        [{"owner": "alice", "hash": hash_key("x"), "max_cpu": 0}],
+        [{"owner": "alice", "hash": hash_key("x"), "max_cpu": "many"}],
+        [{"owner": "alice", "hash": hash_key("x"), "max_memory": -5}],
+        [{"owner": "alice", "hash": hash_key("x"), "max_memory": [1]}],
+        [{"owner": "alice", "hash": hash_key("x"), "creates_per_minute": 0}],
+        [{"owner": "alice", "hash": hash_key("x"), "creates_per_minute": 1.5}],
         [{"owner": "alice", "hash": hash_key("x")}, {"owner": "bob", "hash": hash_key("x")}],
     ],
 )
 def test_a_keys_file_with_a_fault_is_refused(tmp_path: Path, entries: object) -> None:
     with pytest.raises(SettingsError):
         ring(tmp_path, entries)
+
+
+def test_a_bad_quota_is_told_with_its_entry_and_what_it_should_be(tmp_path: Path) -> None:
+    entries = [
+        {"owner": "bob", "hash": hash_key("b")},
+        {"owner": "al", "hash": hash_key("x"), "max_cpu": "2 cores"},
+    ]
+    with pytest.raises(SettingsError, match=r"keys\.json, entry 2 \(al\): max_cpu must be cores.*'2 cores'"):
+        ring(tmp_path, entries)
+
+
+def test_quotas_are_numbers_or_quantities(tmp_path: Path) -> None:
+    entries = [
+        {
+            "owner": "a",
+            "hash": hash_key("a"),
+            "max_cpu": "500m",
+            "max_memory": "1Gi",
+            "creates_per_minute": 6,
+        },
+        {"owner": "b", "hash": hash_key("b"), "max_cpu": 1.5, "max_memory": 2**40, "max_sandboxes": 0},
+    ]
+    keys = ring(tmp_path, entries)
+    assert keys.principal(b"a").quotas == Quotas(None, 0.5, 2**30, 6)
+    assert keys.principal(b"b").quotas == Quotas(0, 1.5, 2**40, None)
+
+
+def test_keys_taken_over_replace_all_earlier_ones(tmp_path: Path) -> None:
+    keys = ring(tmp_path, [{"owner": "alice", "hash": hash_key("old")}])
+    keys.take_over(ring(tmp_path, [{"owner": "alice", "hash": hash_key("new")}]))
+    assert keys.principal(b"new").owner == "alice"
+    with pytest.raises(Unauthorized):
+        keys.principal(b"old")
+
+
+def test_no_keys_at_all_never_replace_keys(tmp_path: Path) -> None:
+    keys = ring(tmp_path, [{"owner": "alice", "hash": hash_key("a")}])
+    with pytest.raises(SettingsError):
+        keys.take_over(KeyRing())
+    assert not keys.open

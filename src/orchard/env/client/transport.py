@@ -22,8 +22,10 @@ from pydantic import BaseModel, ValidationError
 from yarl import URL
 
 from orchard.env.client.flows import Lost, Outgoing, Socket, losses, pieces
+from orchard.env.client.process import connection_limit, make_immortal
 from orchard.env.client.retry import Backoff, parse_retry_after
 from orchard.env.client.settings import ClientSettings
+from orchard.env.client.tracing import trace_headers
 from orchard.env.contract import API_VERSION, KEY_HEADER, VERSION_HEADER
 from orchard.env.errors import (
     ConnectionFailed,
@@ -36,8 +38,6 @@ from orchard.env.errors import (
 
 #: Shorter than any server keeps an idle connection (ours: 120 s), so that none is reused as it closes.
 _KEEPALIVE_S = 55.0
-#: Descriptors left to the rest of the program.
-_SPARE_DESCRIPTORS = 128
 _GATEWAY_STATUS = (502, 504)
 _SOCKET_HEARTBEAT_S = 20.0
 _MAX_MESSAGE_BYTES = 8 << 20
@@ -105,27 +105,6 @@ def _readable(error: ValidationError) -> str:
         where = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("function-"))
         parts.append(f"{where}: {problem['msg'].removeprefix('Value error, ')}" if where else problem["msg"])
     return "; ".join(dict.fromkeys(parts))
-
-
-def _connection_limit() -> int:
-    """As many connections as the descriptor limit allows: beyond it requests queue instead of failing."""
-    try:
-        import resource
-    except ImportError:  # not a Unix
-        return 0
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 0 if soft == resource.RLIM_INFINITY else max(32, soft - _SPARE_DESCRIPTORS)
-
-
-def _make_immortal(thing: object) -> None:
-    """Keep `thing` from ever being finalised.
-
-    A child of fork shares its parent's sockets and epoll instance: finalising the inherited session would
-    unregister the parent's live connections.
-    """
-    import ctypes
-
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 class Transport:
@@ -207,7 +186,13 @@ class Transport:
         return await self._repeated(attempt, Repeat.SAFE, None)
 
     async def open_stream(
-        self, path: str, query: Query, silence_s: float | None = None, *, again: bool = False
+        self,
+        path: str,
+        query: Query,
+        silence_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
+        *,
+        again: bool = False,
     ) -> AsyncGenerator[bytes, None]:
         """The body of a GET, as it comes; one attempt, or with `again` as many as `request` makes until it begins.
 
@@ -216,7 +201,7 @@ class Transport:
         """
 
         async def attempt() -> aiohttp.ClientResponse:
-            return await self._open("GET", path, None, query, silence_s)
+            return await self._open("GET", path, None, query, silence_s, headers)
 
         response = await self._repeated(attempt, Repeat.SAFE if again else None, None)
         try:
@@ -240,6 +225,7 @@ class Transport:
                 first_contact = lost.unsent and not self._answered
                 again = not lost.final and (lost.unsent or repeat is Repeat.SAFE)
                 error = ConnectionFailed(self._lost_detail(str(lost)), sent=not lost.unsent)
+                error.retryable = not lost.final
                 error.__cause__ = lost.__cause__
             except _Refused as refused:
                 error = refused.error
@@ -252,12 +238,17 @@ class Transport:
                 raise error from error.__cause__
             await asyncio.sleep(pause_s)
 
+    @property
+    def answered(self) -> bool:
+        """Whether the service has ever answered."""
+        return self._answered
+
     async def open_socket(self, path: str, query: Query) -> Socket:
         """A WebSocket. Raises `ConnectionFailed`, or the typed error of a refusal."""
         url = URL(self.settings.base_url + path + ("?" + urlencode(query) if query else ""), encoded=True)
         try:
             opened = await self._open_session().ws_connect(
-                url, heartbeat=_SOCKET_HEARTBEAT_S, max_msg_size=_MAX_MESSAGE_BYTES
+                url, heartbeat=_SOCKET_HEARTBEAT_S, max_msg_size=_MAX_MESSAGE_BYTES, headers=trace_headers()
             )
         except Lost as lost:
             raise ConnectionFailed(self._lost_detail(str(lost)), sent=not lost.unsent) from lost
@@ -279,7 +270,13 @@ class Transport:
             self._abandon(session, home)
 
     async def _open(
-        self, method: str, path: str, body: Body | None, query: Query, silence_s: float | None
+        self,
+        method: str,
+        path: str,
+        body: Body | None,
+        query: Query,
+        silence_s: float | None,
+        more_headers: Mapping[str, str] | None = None,
     ) -> aiohttp.ClientResponse:
         """The answer to one request, good and not yet read; to be closed. Raises `Lost` or `_Refused`."""
         url = URL(self.settings.base_url + path + ("?" + urlencode(query) if query else ""), encoded=True)
@@ -291,9 +288,9 @@ class Transport:
             sock_read=None if silence_s == FOREVER else silence_s,
         )
         outgoing = body if isinstance(body, Outgoing) else None
-        headers = None
+        headers = {**(more_headers or {}), **trace_headers()}
         if body is not None:
-            headers = {"Content-Type": outgoing.media_type if outgoing else "application/json"}
+            headers["Content-Type"] = outgoing.media_type if outgoing else "application/json"
         try:
             with losses():
                 response = await self._open_session().request(
@@ -365,7 +362,7 @@ class Transport:
         key = self.settings.api_key
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
-                limit=_connection_limit(), keepalive_timeout=_KEEPALIVE_S, ttl_dns_cache=300
+                limit=connection_limit(), keepalive_timeout=_KEEPALIVE_S, ttl_dns_cache=300
             ),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={"Accept": "application/json", **({KEY_HEADER: key} if key else {})},
@@ -377,7 +374,7 @@ class Transport:
         """Let go of a session whose process or loop is not this one."""
         pid, loop = home
         if pid != os.getpid():
-            _make_immortal(session)
+            make_immortal(session)
         elif loop.is_closed():
             # Nothing is left to wait for; this only marks it closed.
             self._keep(asyncio.ensure_future(session.close()))

@@ -13,7 +13,17 @@ from starlette.types import Receive, Scope, Send
 from orchard.env.contract import API_VERSION, KEY_HEADER, PatchRequest
 from orchard.env.orchestrator.middleware import Edge
 from orchard.env.orchestrator.orchestrator import Orchestrator
-from orchard.env.orchestrator.routes import contents, files, images, jobs, pty, sandboxes, service, streams
+from orchard.env.orchestrator.routes import (
+    contents,
+    events,
+    files,
+    images,
+    jobs,
+    pty,
+    sandboxes,
+    service,
+    streams,
+)
 from orchard.env.orchestrator.routes.base import LeanRoute
 from orchard.env.orchestrator.settings import ServiceSettings
 from orchard.env.orchestrator.stores.base import Store
@@ -57,12 +67,14 @@ def create_app(settings: ServiceSettings, runtime: Runtime, store: Store) -> Ser
     app = Service(title="Orchard", version=API_VERSION, lifespan=lifespan, redirect_slashes=False,
                   description="Sandboxes for agents: create, run commands, move files.")  # fmt: skip
     app.state.orchestrator = orchestrator
-    app.edge = Edge(app.router, orchestrator.keys, orchestrator.metrics)
+    app.edge = Edge(
+        app.router, orchestrator.keys, orchestrator.metrics, orchestrator.audit, orchestrator.tracing
+    )
     app.router.route_class = LeanRoute
     # Most frequent first: routes are tried in order.
     own = [
         route
-        for part in (sandboxes, jobs, files, contents, streams, images, service, pty)
+        for part in (sandboxes, jobs, files, contents, streams, images, events, service, pty)
         for route in part.routes.routes
     ]
     app.router.routes[:0] = own

@@ -5,9 +5,13 @@ A keys file is a YAML or JSON list of tenants::
     - owner: alice
       role: user            # user (default): own sandboxes and jobs only; admin: everyone's
       hash: sha256:9f86d0…   # of the key; `hash_key` makes it
-      max_sandboxes: 200    # optional: live sandboxes of this owner
+      max_sandboxes: 200    # optional, as are the other quotas: live sandboxes of this owner
+      max_cpu: 64           # cores over its live sandboxes; each must then give `cpu`
+      max_memory: 256Gi     # bytes over its live sandboxes; each must then give `memory`
+      creates_per_minute: 60
 
-Keys are long random texts, so a plain SHA-256 of them is as good as a slow hash, and costs a microsecond.
+Keys without quotas, admin or not, may use what the service has. Keys are long random texts, so a plain SHA-256 of
+them is as good as a slow hash, and costs a microsecond.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from orchard.env.errors import SettingsError, Unauthorized
+from orchard.env.orchestrator.quotas import NO_QUOTAS, QUOTA_NAMES, Quotas
 from orchard.env.orchestrator.settings import ServiceSettings, read_document
 
 DEFAULT_OWNER = "default"
@@ -35,11 +40,11 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who calls. max_sandboxes: quota of live sandboxes, None for none."""
+    """Who calls, and what the key that was used allows."""
 
     owner: str
     role: Role = Role.USER
-    max_sandboxes: int | None = None
+    quotas: Quotas = NO_QUOTAS
 
     @property
     def admin(self) -> bool:
@@ -84,6 +89,15 @@ class KeyRing:
                 raise SettingsError(f"{settings.keys_file} holds no tenant; nobody could call the service")
         return cls(entries)
 
+    def take_over(self, other: KeyRing) -> None:
+        """Know the keys of `other` from now on, and no others. Raises `SettingsError` if that would let anyone in."""
+        if other.open and not self.open:
+            raise SettingsError("no key is left; nobody could call the service")
+        self._by_digest = other._by_digest
+
+    def __len__(self) -> int:
+        return len(self._by_digest)
+
     def principal(self, key: bytes | None) -> Principal:
         """The owner of `key`. Raises `Unauthorized`."""
         if self.open:
@@ -103,26 +117,30 @@ def read_keys_file(file: Path) -> list[tuple[str, Principal]]:
     data = read_document(file)
     if not isinstance(data, list):
         raise SettingsError(f"{file}: expected a list of tenants, each with owner and hash")
-    return [_tenant(f"{file}, entry {number}", entry) for number, entry in enumerate(data, 1)]
+    return [check_entry(f"{file}, entry {number}", entry) for number, entry in enumerate(data, 1)]
 
 
-def _tenant(where: str, entry: Any) -> tuple[str, Principal]:
+def check_entry(where: str, entry: Any) -> tuple[str, Principal]:
+    """Hash and principal of one entry of a keys file. Raises `SettingsError` that begins with `where`."""
     if not isinstance(entry, dict):
         raise SettingsError(f"{where}: expected a mapping with owner and hash")
-    unknown = set(entry) - {"owner", "role", "hash", "max_sandboxes"}
+    unknown = set(entry) - {"owner", "role", "hash"} - QUOTA_NAMES
     if unknown:
         raise SettingsError(f"{where}: unknown {', '.join(sorted(map(str, unknown)))}")
     owner = entry.get("owner")
     if not isinstance(owner, str) or not _OWNER.match(owner):
         raise SettingsError(f"{where}: owner must be 1 to 64 of letters, digits and '_.@-'")
+    where = f"{where} ({owner})"
     try:
         role = Role(entry.get("role", "user"))
     except ValueError:
         raise SettingsError(f"{where}: role must be user or admin") from None
-    quota = entry.get("max_sandboxes")
-    if quota is not None and (not isinstance(quota, int) or isinstance(quota, bool) or quota < 0):
-        raise SettingsError(f"{where}: max_sandboxes must be a whole number")
+    quotas = Quotas.parse(where, entry)
     text = entry.get("hash")
     if not isinstance(text, str):
-        raise SettingsError(f"{where}: hash is missing; make it with orchard.env.orchestrator.auth.hash_key")
-    return text, Principal(owner, role, quota)
+        raise SettingsError(f"{where}: hash is missing; `orchard keys new` makes a key and its entry")
+    if not _HASH.match(text):
+        raise SettingsError(
+            f"{where}: hash must be sha256: and 64 hex digits, as `orchard keys new` prints it"
+        )
+    return text, Principal(owner, role, quotas)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from orchard.env.contract import SandboxStatus
 from orchard.env.errors import InvalidRequest, SandboxNotFound, SandboxNotReady
 from orchard.env.orchestrator.auth import Principal
+from orchard.env.orchestrator.quotas import Use
 from orchard.env.orchestrator.sandbox import LIVE, Sandbox
 from orchard.env.orchestrator.stores.base import Store
 
@@ -23,7 +24,7 @@ class Catalog:
         self._boot = boot
         self.live: dict[str, Sandbox] = {}
         self._ended: OrderedDict[str, Sandbox] = OrderedDict()
-        self._of_owner: Counter[str] = Counter()
+        self._use: dict[str, Use] = {}
         self._numbers = 0
 
     # ------------------------------------------------------------------------------------------ keeping
@@ -36,16 +37,17 @@ class Catalog:
         """Take in a new one: live, or ended long ago (at a restart)."""
         if sandbox.live:
             self.live[sandbox.sandbox_id] = sandbox
-            self._of_owner[sandbox.owner] += 1
+            self._use.setdefault(sandbox.owner, Use()).count(sandbox.body)
         else:
             self._remember(sandbox)
 
     def retire(self, sandbox: Sandbox) -> None:
         """It holds nothing any more: it counts as ended from now on."""
         if self.live.pop(sandbox.sandbox_id, None) is not None:
-            self._of_owner[sandbox.owner] -= 1
-            if not self._of_owner[sandbox.owner]:
-                del self._of_owner[sandbox.owner]
+            use = self._use[sandbox.owner]
+            use.count(sandbox.body, -1)
+            if not use.sandboxes:
+                del self._use[sandbox.owner]
         self._remember(sandbox)
 
     def _remember(self, sandbox: Sandbox) -> None:
@@ -58,9 +60,9 @@ class Catalog:
         for sandbox_id in sandbox_ids:
             self._ended.pop(sandbox_id, None)
 
-    def owned(self, owner: str) -> int:
-        """Live sandboxes of an owner, those being freed included."""
-        return self._of_owner[owner]
+    def use_of(self, owner: str) -> Use:
+        """What the live sandboxes of an owner hold, those being freed included."""
+        return self._use.get(owner) or Use()
 
     def counts(self) -> dict[str, int]:
         return dict(Counter(sandbox.status.value for sandbox in self.live.values() if sandbox.live))

@@ -17,6 +17,7 @@ from orchard.env.orchestrator.metrics import Metrics
 from orchard.env.orchestrator.responses import json_bytes
 from orchard.env.orchestrator.sandbox import Sandbox
 from orchard.env.orchestrator.stores.base import NO_OUTPUT, JobRecord, Store
+from orchard.env.orchestrator.tracing import Tracing
 
 #: A job that runs longer than this gets a record of its start; shorter ones only one of their end.
 _SAVE_STARTS_EVERY_S = 0.02
@@ -28,6 +29,7 @@ class LiveJob:
 
     record: its result, once it has one. keeps_lease: it holds the sandbox's lease while it lives. terminal: it has one;
     pid is that of its process inside the sandbox then.
+    trace: where its span belongs.
     """
 
     job_id: str
@@ -42,6 +44,7 @@ class LiveJob:
     refused: OrchardError | None = None
     terminal: bool = False
     pid: int | None = None
+    trace: Any = None
     _done: asyncio.Future[JobRecord] | None = None
 
     @property
@@ -103,9 +106,12 @@ class LiveJob:
 
 
 class JobTable:
-    def __init__(self, store: Store, metrics: Metrics, cache_bytes: int) -> None:
+    def __init__(
+        self, store: Store, metrics: Metrics, cache_bytes: int, tracing: Tracing | None = None
+    ) -> None:
         self._store = store
         self._metrics = metrics
+        self._tracing = tracing
         self._live: dict[tuple[str, str], LiveJob] = {}
         self._recent: OrderedDict[tuple[str, str], JobRecord] = OrderedDict()
         self._recent_bytes = 0
@@ -142,6 +148,8 @@ class JobTable:
     def add(self, job: LiveJob) -> None:
         self._live[job.key] = job
         job.sandbox.jobs[job.job_id] = job
+        if self._tracing is not None:
+            job.trace = self._tracing.current()
         self._unsaved.append(job)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_SAVE_STARTS_EVERY_S, self._save_starts)
@@ -181,6 +189,8 @@ class JobTable:
         self._store.put_job(record)
         self._cache(job.key, record)
         self._count(head)
+        if self._tracing is not None:
+            self._tracing.record_command(job.trace, head)
         job.resolve()
         return record
 

@@ -16,18 +16,13 @@ import logging
 import time
 from typing import Any, Protocol
 
-from orchard.env.contract import CreateSandbox, EndReason, PatchSandbox, SandboxStatus
-from orchard.env.errors import (
-    Forbidden,
-    InfrastructureError,
-    OrchardError,
-    Overloaded,
-    QuotaExceeded,
-    SandboxTimeout,
-)
+from orchard.env.contract import CreateSandbox, EndReason, EventType, PatchSandbox, SandboxStatus
+from orchard.env.errors import InfrastructureError, OrchardError, SandboxTimeout
+from orchard.env.orchestrator.admission import Admission, check_image
 from orchard.env.orchestrator.auth import Principal
 from orchard.env.orchestrator.catalog import Catalog
 from orchard.env.orchestrator.deaths import complete, death_record
+from orchard.env.orchestrator.events import EventLog
 from orchard.env.orchestrator.identity import body_digest, new_id, same_or_conflict
 from orchard.env.orchestrator.metrics import Metrics
 from orchard.env.orchestrator.queue import CreateQueue
@@ -35,17 +30,12 @@ from orchard.env.orchestrator.reaper import Reaper
 from orchard.env.orchestrator.sandbox import Sandbox
 from orchard.env.orchestrator.settings import ServiceSettings
 from orchard.env.orchestrator.stores.base import Store
+from orchard.env.orchestrator.tracing import Tracing
 from orchard.env.runtimes.base import Handle, Postmortem, Runtime, StartFailed
 
 _log = logging.getLogger(__name__)
 _START_ATTEMPTS = 5
 _FREE_ATTEMPTS = 4
-
-
-def _check_image(principal: Principal, image: str) -> None:
-    """A directory of the machine as an image would let a tenant read whatever lies there."""
-    if image.startswith("dir:") and not principal.admin:
-        raise Forbidden("images of the kind dir:PATH are for admin keys; use an image that was imported")
 
 
 class Dependents(Protocol):
@@ -56,13 +46,17 @@ class Dependents(Protocol):
 
 class Lifecycle:
     def __init__(self, settings: ServiceSettings, runtime: Runtime, store: Store, catalog: Catalog,
-                 metrics: Metrics, boot: str) -> None:  # fmt: skip
+                 metrics: Metrics, events: EventLog, tracing: Tracing | None,
+                 boot: str) -> None:  # fmt: skip
         self._settings = settings
         self._runtime = runtime
         self._store = store
         self._catalog = catalog
         self._metrics = metrics
+        self._events = events
+        self._tracing = tracing
         self._boot = boot
+        self._admission = Admission(catalog, metrics, settings.max_sandboxes)
         self._tasks: set[asyncio.Task[None]] = set()
         self.queue = CreateQueue(settings.max_starting, settings.max_queue, self._begin_start)
         self.reaper = Reaper(self._deadline, self._expire)
@@ -76,7 +70,7 @@ class Lifecycle:
 
         Raises `Conflict` when the id is taken by something else, `Forbidden`, `QuotaExceeded`, `Overloaded`.
         """
-        _check_image(principal, body.image)
+        check_image(principal, body.image)
         sandbox_id = body.sandbox_id or new_id(principal.owner, body.idempotency_key)
         digest = body_digest(body)
         if body.sandbox_id or body.idempotency_key:
@@ -84,9 +78,14 @@ class Lifecycle:
             if known is not None:
                 await self._store.flush()
                 return same_or_conflict(known, principal.owner, digest, by_key=body.sandbox_id is None)
-        self._check_room(principal)
+        if self.closing:
+            raise stopping("nothing was created")
+        self._admission.check(principal, body)
         sandbox = self._new(principal.owner, sandbox_id, body, digest)
+        if self._tracing is not None:
+            sandbox.trace = self._tracing.current()
         self.queue.push(sandbox.owner, sandbox_id)
+        self._admission.admitted(principal)
         self._catalog.add(sandbox)
         self._save(sandbox)
         self.reaper.watch(sandbox_id)
@@ -96,22 +95,8 @@ class Lifecycle:
         except OrchardError:
             self.end(sandbox, EndReason.DELETED, "it could not be stored")
             raise
+        self._events.publish(EventType.CREATED, sandbox)
         return sandbox
-
-    def _check_room(self, principal: Principal) -> None:
-        if self.closing:
-            raise stopping("nothing was created")
-        quota = principal.max_sandboxes
-        if quota is not None and self._catalog.owned(principal.owner) >= quota:
-            raise QuotaExceeded(
-                f"{principal.owner} may have {quota} live sandboxes; delete some first", retry_after_s=5.0
-            )
-        limit = self._settings.max_sandboxes
-        if limit is not None and len(self._catalog.live) >= limit:
-            raise Overloaded(
-                f"the service holds {limit} sandboxes, its limit; try again when some have ended",
-                retry_after_s=5.0,
-            )
 
     def _new(self, owner: str, sandbox_id: str, body: CreateSandbox, digest: str) -> Sandbox:
         now = time.monotonic()
@@ -157,6 +142,7 @@ class Lifecycle:
             self._metrics.queue_seconds.observe(sandbox.queue_s)
             began = time.monotonic()
             await self._store.flush()
+            self._events.publish(EventType.STARTING, sandbox)
             handle = await self._create_in_runtime(sandbox)
             self._metrics.start_seconds.observe(time.monotonic() - began)
             await self.became_ready(sandbox, handle)
@@ -173,7 +159,18 @@ class Lifecycle:
         finally:
             if sandbox is not None:
                 sandbox.starting = None
+                self._trace_start(sandbox)
             self.queue.finished(sandbox_id)
+
+    def _trace_start(self, sandbox: Sandbox) -> None:
+        if self._tracing is None or sandbox.queue_s is None or self.closing:
+            return
+        began_at, ids = sandbox.created_at + sandbox.queue_s, {"sandbox_id": sandbox.sandbox_id}
+        error = None if sandbox.ready_at else sandbox.reason.value if sandbox.reason else "cancelled"
+        self._tracing.record("sandbox.queue", sandbox.trace, sandbox.created_at, began_at, **ids)
+        self._tracing.record(
+            "sandbox.start", sandbox.trace, began_at, sandbox.ready_at or time.time(), error, **ids
+        )
 
     async def _create_in_runtime(self, sandbox: Sandbox) -> Handle:
         """With a few further attempts where the runtime says that they may help."""
@@ -198,6 +195,8 @@ class Lifecycle:
         sandbox.note("ready")
         self._save(sandbox)
         await self._store.flush()
+        if sandbox.live:
+            self._events.publish(EventType.READY, sandbox)
         sandbox.settled.set()
         _log.debug("sandbox is ready", extra={"sandbox_id": sandbox.sandbox_id, "owner": sandbox.owner})
 
@@ -251,10 +250,13 @@ class Lifecycle:
             sandbox.ttl_deadline = time.monotonic() + body.ttl_seconds
             sandbox.note(f"lifetime set to {body.ttl_seconds:g} s from now")
             self.reaper.watch(sandbox.sandbox_id)
+        earlier_labels = sandbox.labels
         if body.labels is not None:
             sandbox.labels = dict(body.labels)
         self._save(sandbox)
         await self._store.flush()
+        if sandbox.live:
+            self._events.publish(EventType.CHANGED, sandbox, earlier_labels)
 
     def _deadline(self, sandbox_id: str) -> float | None:
         sandbox = self._catalog.live.get(sandbox_id)
@@ -331,6 +333,8 @@ class Lifecycle:
                 error,
                 extra={"sandbox_id": sandbox.sandbox_id},
             )
+        if not sandbox.ended.is_set():
+            self._events.publish(EventType.ENDED, sandbox)
         sandbox.settled.set()
         sandbox.ended.set()
         if starting is not None and starting is not asyncio.current_task():

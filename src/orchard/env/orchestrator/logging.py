@@ -50,7 +50,9 @@ def configure(level: str, stream: TextIO | None = None) -> None:
     """Send everything under `orchard` and `uvicorn` to `stream` (stderr) as JSON. For `main` functions only."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter())
-    for name, lowest in (("orchard", level.upper()), ("uvicorn", "WARNING"), ("asyncio", "WARNING")):
+    # OpenTelemetry warns of every single span that it drops.
+    others = (("uvicorn", "WARNING"), ("asyncio", "WARNING"), ("opentelemetry", "ERROR"))
+    for name, lowest in (("orchard", level.upper()), *others):
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]
         logger.propagate = False

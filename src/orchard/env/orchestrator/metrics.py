@@ -13,6 +13,9 @@ from orchard.env.contract import SandboxStatus
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _START_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _COMMAND_BUCKETS = (0.002, 0.005, 0.01, 0.025, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 1800)
+#: From an empty file to the largest that JSON may carry, in steps of eight.
+_FILE_BUCKETS = (0, 1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20, 256 << 20)
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _HTTP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1, 5, 30)
 
 
@@ -46,6 +49,21 @@ class Metrics:
         self.job_seconds = Histogram(
             "orchard_job_seconds", "Run time of commands", buckets=_COMMAND_BUCKETS, registry=registry
         )
+        files = Histogram(
+            "orchard_file_bytes", "Sizes of files written (in) and read (out)", ["direction"],
+            buckets=_FILE_BUCKETS, registry=registry,
+        )  # fmt: skip
+        self.file_bytes = {direction: files.labels(direction) for direction in ("in", "out")}
+        self.quota_refusals = Counter(
+            "orchard_quota_refusals", "Creations refused by a quota", ["quota"], registry=registry
+        )
+        self.audit_lost = Counter(
+            "orchard_audit_lines_lost", "Lines that the audit log could not take", registry=registry
+        )
+        self.event_streams = Gauge("orchard_event_streams", "Readers of GET /events", registry=registry)
+        self.event_streams_dropped = Counter(
+            "orchard_event_streams_dropped", "Readers of GET /events that were too slow", registry=registry
+        )
         self._requests = Counter(
             "orchard_http_requests", "Answers", ["method", "route", "status"], registry=registry
         )
@@ -57,7 +75,9 @@ class Metrics:
         self._seconds_children: dict[tuple[str, str], Histogram] = {}
 
     def request(self, method: str, route: str, status: int, seconds: float) -> None:
-        """One HTTP answer; `route` is the template of the path, so that ids make no series."""
+        """One HTTP answer; `route` is the template of the path, so that ids make no series, nor do odd methods."""
+        if method not in _METHODS:
+            method = "other"
         counter = self._request_children.get((method, route, status))
         if counter is None:
             counter = self._request_children[method, route, status] = self._requests.labels(

@@ -16,26 +16,40 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orchard.env.contract import API_VERSION, REQUEST_ID_HEADER, VERSION_HEADER
-from orchard.env.errors import Forbidden, InternalError, OrchardError
+from orchard.env.errors import Forbidden, InternalError, OrchardError, Unauthorized
+from orchard.env.orchestrator.audit import AuditLog
 from orchard.env.orchestrator.auth import KeyRing, Principal
 from orchard.env.orchestrator.logging import request_id
 from orchard.env.orchestrator.metrics import Metrics
 from orchard.env.orchestrator.responses import error_response, from_http, from_validation
 from orchard.env.orchestrator.routes.base import PRINCIPAL
 from orchard.env.orchestrator.routes.service import PUBLIC_PATHS
+from orchard.env.orchestrator.tracing import Tracing
 
 _log = logging.getLogger(__name__)
 KEY_SUBPROTOCOL = "api_key."
+_SWITCHED = 101
 _VERSION = (VERSION_HEADER.lower().encode(), API_VERSION.encode())
 _REQUEST_ID = REQUEST_ID_HEADER.lower().encode()
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}\Z")
 
 
 class Edge:
-    def __init__(self, app: ASGIApp, keys: KeyRing, metrics: Metrics) -> None:
+    """audit: where changes and refused keys are written down; tracing: where spans go; None for nowhere."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: KeyRing,
+        metrics: Metrics,
+        audit: AuditLog | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:
         self._app = app
         self._keys = keys
         self._metrics = metrics
+        self._audit = audit
+        self._tracing = tracing
         self._prefix = os.urandom(6).hex().encode()
         self._numbers = itertools.count(1)
 
@@ -49,12 +63,17 @@ class Edge:
         if not _SAFE_ID.match(own_id):
             own_id = b"%s-%x" % (self._prefix, next(self._numbers))
         request_id.set(own_id.decode("ascii"))
+        span = None
+        if self._tracing is not None and scope["path"] not in PUBLIC_PATHS:
+            span = self._tracing.begin_request(scope, headers)
         status = 0
+        seconds: float | None = None
 
         async def send_marked(message: Message) -> None:
-            nonlocal status
+            nonlocal status, seconds
             if message["type"] == "http.response.start":
                 status = message["status"]
+                seconds = time.perf_counter() - began
                 message["headers"].extend((_VERSION, (_REQUEST_ID, own_id)))
             await send(message)
 
@@ -77,8 +96,14 @@ class Edge:
             await error_response(fault)(scope, receive, send_marked)
         finally:
             route: Any = scope.get("route")
-            seconds = time.perf_counter() - began
-            self._metrics.request(scope["method"], getattr(route, "path", "-"), status, seconds)
+            if seconds is None:
+                seconds = time.perf_counter() - began
+            template = getattr(route, "path", "-")
+            self._metrics.request(scope["method"], template, status, seconds)
+            if span is not None and self._tracing is not None:
+                self._tracing.end_request(span, scope, template, scope.get(PRINCIPAL), status)
+            if self._audit is not None:
+                self._audit.request(scope, scope.get(PRINCIPAL), status)
             if _log.isEnabledFor(logging.DEBUG):
                 # Without the query: it may hold a key.
                 fields = {
@@ -92,6 +117,17 @@ class Edge:
     def principal_of_socket(self, scope: Scope) -> Principal:
         """Who opens a WebSocket: by the header, or where a client cannot set one, by the query (`api_key=`) or a
         subprotocol `api_key.KEY`. Raises `Unauthorized` or `Forbidden`."""
+        try:
+            principal = self._socket_key(scope)
+        except Unauthorized as error:
+            if self._audit is not None:
+                self._audit.request(scope, None, error.http_status)
+            raise
+        if self._audit is not None:
+            self._audit.request(scope, principal, _SWITCHED)
+        return principal
+
+    def _socket_key(self, scope: Scope) -> Principal:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         if self._keys.open:
             _check_browser(headers)

@@ -13,8 +13,10 @@ from orchard.env.contract import EndReason, LogLine, SandboxStatus
 from orchard.env.errors import AgentUnreachable, OrchardError
 from orchard.env.orchestrator.agents import Agents
 from orchard.env.orchestrator.archives import Archives
+from orchard.env.orchestrator.audit import AuditLog
 from orchard.env.orchestrator.auth import KeyRing
 from orchard.env.orchestrator.catalog import Catalog
+from orchard.env.orchestrator.events import EventLog
 from orchard.env.orchestrator.execution import Execution
 from orchard.env.orchestrator.files import Files
 from orchard.env.orchestrator.jobs import Jobs
@@ -27,6 +29,7 @@ from orchard.env.orchestrator.settings import ServiceSettings
 from orchard.env.orchestrator.stores.base import JobRecord, Store
 from orchard.env.orchestrator.streaming import Streams
 from orchard.env.orchestrator.terminals import Terminals
+from orchard.env.orchestrator.tracing import Tracing
 from orchard.env.runtimes.base import Postmortem, Runtime
 
 _log = logging.getLogger(__name__)
@@ -42,11 +45,16 @@ class Orchestrator:
         self.store = store
         self.keys = KeyRing.from_settings(settings)
         self.metrics = Metrics()
+        self.audit = AuditLog(settings.audit_log, self.metrics) if settings.audit_log is not None else None
+        self.tracing = Tracing(settings.otel_endpoint) if settings.otel_endpoint else None
         self._boot = boot_id()
         self.catalog = Catalog(store, self._boot)
         self.agents = Agents(runtime)
-        self.lifecycle = Lifecycle(settings, runtime, store, self.catalog, self.metrics, self._boot)
-        table = JobTable(store, self.metrics, settings.job_cache_bytes)
+        self.events = EventLog(self.metrics)
+        self.lifecycle = Lifecycle(
+            settings, runtime, store, self.catalog, self.metrics, self.events, self.tracing, self._boot
+        )
+        table = JobTable(store, self.metrics, settings.job_cache_bytes, self.tracing)
         self._table = table
         self.execution = Execution(settings, runtime, store, table, self.agents, self.lifecycle)
         self.jobs = Jobs(settings, store, table, self.agents, self.execution)
@@ -141,6 +149,30 @@ class Orchestrator:
         """Let go of everything; sandboxes and their jobs live on, for the next run to adopt."""
         await self.begin_stop()
         await self.store.close()
+        if self.audit is not None:
+            self.audit.close()
+        if self.tracing is not None:
+            await self.tracing.close()
+
+    @property
+    def reloads(self) -> bool:
+        """Whether there is anything that `reload` would read or open again."""
+        return self.audit is not None or self.settings.keys_file is not None
+
+    def reload(self) -> None:
+        """Read the keys file again, and go on in a new audit log. A bad keys file changes nothing; the log says so."""
+        if self.audit is not None:
+            self.audit.reopen()
+        if self.settings.keys_file is None:
+            return
+        try:
+            self.keys.take_over(KeyRing.from_settings(self.settings))
+        except OrchardError as error:
+            _log.error("the keys file cannot be used, the old keys stay: %s", error.detail)
+            return
+        # A key that is gone must not read on.
+        self.events.end_streams()
+        _log.info("the keys file was read again: %d keys are known", len(self.keys))
 
     async def begin_stop(self) -> None:
         """Requests that wait for commands are answered now (503, try again); new ones are refused."""
@@ -149,6 +181,7 @@ class Orchestrator:
             return
         self._stopping = True
         self.lifecycle.closing = True
+        self.events.close()
         if self._housekeeper is not None:
             self._housekeeper.cancel()
         await self.execution.close()

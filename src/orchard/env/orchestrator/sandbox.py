@@ -44,7 +44,7 @@ class Sandbox:
 
     lease_s: seconds between heartbeats at most; None while no lease applies. holds: running commands that
     keep the lease from expiring. kept: finished jobs that its agent still holds. ending: the task that frees it,
-    once it has ended.
+    once it has ended. trace: where the spans of its start belong.
     """
 
     sandbox_id: str
@@ -76,6 +76,7 @@ class Sandbox:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     starting: asyncio.Task[None] | None = None
     ending: asyncio.Task[None] | None = None
+    trace: Any = None
 
     # ---------------------------------------------------------------------------------------- questions
 

@@ -75,6 +75,9 @@ class _Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for number in _STOP_SIGNALS:
             loop.add_signal_handler(number, self._stop, number)
+        reloads = self._orchestrator.reloads
+        if reloads:
+            loop.add_signal_handler(signal.SIGHUP, self._orchestrator.reload)
         try:
             # Started here and not by the lifespan: its errors reach the caller as they are.
             await self._orchestrator.start()
@@ -88,6 +91,8 @@ class _Server(uvicorn.Server):
             await self._orchestrator.stop()
             for number in _STOP_SIGNALS:
                 loop.remove_signal_handler(number)
+            if reloads:
+                loop.remove_signal_handler(signal.SIGHUP)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -25,6 +25,8 @@ from orchard.env.paths import default_state_dir
 
 ENV_PREFIX = "ORCHARD_"
 PULL_POLICIES = ("never", "missing")
+#: OpenTelemetry's own name of `otel_endpoint`.
+OTEL_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -42,7 +44,9 @@ class ServiceSettings:
         runtime: name of the runtime that holds the sandboxes.
         state_dir: everything the service keeps; one service at a time may use it.
         api_keys: keys of owner `default` with role admin.
-        keys_file: YAML or JSON list of tenants, see `orchard.env.orchestrator.auth`.
+        keys_file: YAML or JSON list of tenants, see `orchard.env.orchestrator.auth`; read again on SIGHUP.
+        audit_log: file that gets a line for every request that changes something and for every refused key.
+        otel_endpoint: base URL of an OTLP receiver (HTTP) for traces; also from OTEL_EXPORTER_OTLP_ENDPOINT.
         max_starting: sandboxes that start at the same time; further creations queue.
         max_sandboxes: live sandboxes of all owners; None means no limit.
         max_queue: creations that may wait; beyond it the answer is 503 at once.
@@ -67,6 +71,8 @@ class ServiceSettings:
     state_dir: Path = field(default_factory=default_state_dir)
     api_keys: list[str] = field(default_factory=list, repr=False)
     keys_file: Path | None = None
+    audit_log: Path | None = None
+    otel_endpoint: str | None = None
     max_starting: int = field(default_factory=default_max_starting)
     max_sandboxes: int | None = None
     max_queue: int = 10_000
@@ -94,6 +100,8 @@ class ServiceSettings:
             self.registry_auth_file = Path(self.registry_auth_file)
         if self.pull not in PULL_POLICIES:
             raise SettingsError(f"pull {self.pull!r} is unknown: use {' or '.join(PULL_POLICIES)}")
+        if self.audit_log is not None:
+            self.audit_log = Path(self.audit_log)
         if not 0 <= self.port <= 65535:
             raise SettingsError(f"port {self.port} is out of range: use 0 (a free one) to 65535")
         for name in ("max_starting", "max_queue", "max_jobs", "keep_alive_s"):
@@ -110,6 +118,10 @@ class ServiceSettings:
                 raise SettingsError(f"{name} must be positive, not {getattr(self, name)}")
         if self.max_sandboxes is not None and self.max_sandboxes < 1:
             raise SettingsError(f"max_sandboxes must be at least 1 or unset, not {self.max_sandboxes}")
+        if self.otel_endpoint is not None and not self.otel_endpoint.startswith(("http://", "https://")):
+            raise SettingsError(
+                f"otel_endpoint {self.otel_endpoint!r:.200} must begin with http:// or https://"
+            )
         if self.log_level not in _LOG_LEVELS:
             raise SettingsError(
                 f"log_level {self.log_level!r} is unknown: use one of {', '.join(_LOG_LEVELS)}"
@@ -149,6 +161,8 @@ class ServiceSettings:
                 values[name] = _convert(name, types_of[name], value)
         for name, hint in types_of.items():
             text = (environ or {}).get(ENV_PREFIX + name.upper())
+            if name == "otel_endpoint":
+                text = text or (environ or {}).get(OTEL_VARIABLE)
             if text:
                 values[name] = _convert(name, hint, text)
         for name, value in overrides.items():

@@ -6,12 +6,13 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Self, TypeAlias
 
 from orchard.env.client.aio import jobs
+from orchard.env.client.aio.events import follow
 from orchard.env.client.aio.sandbox import AsyncSandbox
 from orchard.env.client.exits import OwnedSandboxes
 from orchard.env.client.results import JobResult
@@ -24,6 +25,7 @@ from orchard.env.contract import (
     DeletedMany,
     Health,
     Resources,
+    SandboxEvent,
     SandboxInfo,
     SandboxList,
     ServiceInfo,
@@ -226,6 +228,20 @@ class AsyncSandboxClient:
             cursor = page.next_cursor
             if not cursor:
                 return
+
+    async def events(
+        self, *, labels: Mapping[str, str] | None = None, after: str | None = None
+    ) -> AsyncIterator[SandboxEvent]:
+        """Iterate over what happens to your sandboxes (with an admin key: to all), without end.
+
+        labels: only of those that carry them all. after: the `id` of an event, to go on after it. The first event
+        is `open`; after it, and after a `gap` (events were lost), `list` tells how things stand. A lost
+        connection is made anew and goes on where it was.
+        """
+        query = [("label", f"{name}={value}") for name, value in (labels or {}).items()]
+        async with aclosing(follow(self._transport, query, after)) as following:
+            async for event in following:
+                yield event
 
     # ------------------------------------------------------------------------------------------------ service
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from orchard.env.client.results import JobResult, OutputChunk, OutputGap
 from orchard.env.client.retry import Backoff
+from orchard.env.client.sse import EventParser
 from orchard.env.client.transport import Transport, path_of
 from orchard.env.contract import StreamName
 from orchard.env.errors import BY_CODE, ConnectionFailed, InternalError, OrchardError
@@ -33,10 +34,11 @@ async def follow(
                     return
                 if name == "error":
                     raise _error(data)
+                # Also after a keepalive: a command may be silent for longer than the time for attempts.
+                backoff = Backoff(transport.settings.retry)
                 happening = _happening(name, data)
                 if happening is not None:
                     at[happening.stream] = happening.end
-                    backoff = Backoff(transport.settings.retry)
                     yield happening
             lost: OrchardError = ConnectionFailed(
                 "the service ended the stream before the command's end", sent=True
@@ -69,15 +71,7 @@ async def _events(
     transport: Transport, path: str, query: list[tuple[str, str]]
 ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
     """Name and data of server-sent events."""
-    buffer = bytearray()
-    searched = 0
+    parser = EventParser()
     async for piece in transport.open_stream(path, query, _SILENCE_S):
-        buffer += piece
-        while (end := buffer.find(b"\n\n", max(0, searched - 1))) >= 0:
-            block = bytes(buffer[:end])
-            del buffer[: end + 2]
-            searched = 0
-            fields = dict(line.split(b": ", 1) for line in block.split(b"\n") if b": " in line)
-            if b"data" in fields:
-                yield fields.get(b"event", b"message").decode(), json.loads(fields[b"data"])
-        searched = len(buffer)
+        for name, data in parser.feed(piece):
+            yield name, json.loads(data)

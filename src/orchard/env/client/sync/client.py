@@ -13,7 +13,7 @@ from orchard.env.client.portal import Portal
 from orchard.env.client.results import JobResult
 from orchard.env.client.settings import ClientSettings
 from orchard.env.client.sync.sandbox import Sandbox
-from orchard.env.contract import CreateSandbox, Health, Resources, ServiceInfo
+from orchard.env.contract import CreateSandbox, Health, Resources, SandboxEvent, ServiceInfo
 from orchard.env.errors import OrchardError
 
 SandboxIds: TypeAlias = list[str]
@@ -152,6 +152,17 @@ class SandboxClient:
         """
         for each in self._portal.iterate(self._async.list(labels=labels, status=status, page_size=page_size)):
             yield Sandbox(self._portal, each)
+
+    def events(
+        self, *, labels: Mapping[str, str] | None = None, after: str | None = None
+    ) -> Iterator[SandboxEvent]:
+        """Iterate over what happens to your sandboxes (with an admin key: to all), without end.
+
+        labels: only of those that carry them all. after: the `id` of an event, to go on after it. The first event
+        is `open`; after it, and after a `gap` (events were lost), `list` tells how things stand. A lost
+        connection is made anew and goes on where it was.
+        """
+        yield from self._portal.iterate(self._async.events(labels=labels, after=after))
 
     def get_job(self, job_id: str) -> JobResult:
         """A command by its id, as it is now. Raises `JobNotFound`."""

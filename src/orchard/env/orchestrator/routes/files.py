@@ -43,6 +43,7 @@ async def write(request: Request, sandbox_id: str, body: WriteFile) -> Response:
     service = orchestrator(request)
     sandbox = await service.catalog.ready_one(principal(request), sandbox_id)
     size = await service.files.write(sandbox, body.path, body.content, mode_bits(body.mode))
+    service.metrics.file_bytes["in"].observe(size)
     return json_of({"success": True, "path": body.path, "size": size})
 
 
@@ -52,6 +53,7 @@ async def read(request: Request, sandbox_id: str, path: FilePath) -> Response:
     service = orchestrator(request)
     sandbox = await service.catalog.ready_one(principal(request), sandbox_id)
     data = await service.files.read(sandbox, path)
+    service.metrics.file_bytes["out"].observe(len(data))
     return json_of({"path": path, "content": base64.b64encode(data).decode("ascii"), "size": len(data)})
 
 

@@ -31,6 +31,7 @@ from orchard.env.contract import (
     SessionList,
 )
 from orchard.env.errors import InvalidRequest, OrchardError, SandboxTimeout
+from orchard.env.orchestrator.audit import SANDBOXES
 from orchard.env.orchestrator.auth import Principal
 from orchard.env.orchestrator.catalog import parse_labels
 from orchard.env.orchestrator.logging import request_id
@@ -66,6 +67,7 @@ async def create(request: Request, body: CreateSandbox, wait: Seconds | None = N
     `sandbox_id` or `idempotency_key` with the same body is the same sandbox; with another body it is a 409."""
     service = orchestrator(request)
     sandbox = await service.lifecycle.create(principal(request), body)
+    request.scope[SANDBOXES] = [sandbox.sandbox_id]
     if wait is not None:
         with suppress(SandboxTimeout):
             await service.lifecycle.wait_ready(sandbox, wait)
@@ -79,6 +81,7 @@ async def create_many(request: Request, body: BatchCreate) -> Response:
     """Each entry as POST /sandboxes would answer it, in the same order: a sandbox or an error."""
     service, caller = orchestrator(request), principal(request)
     results = await asyncio.gather(*(_create_one(service, caller, entry) for entry in body.sandboxes))
+    request.scope[SANDBOXES] = [entry["sandbox"]["sandbox_id"] for entry in results if entry["sandbox"]]
     return json_of({"results": results})
 
 
@@ -116,6 +119,7 @@ async def delete_many(request: Request, label: Labels = []) -> Response:  # noqa
             "name at least one label=name=value: deleting everything needs to be asked for one by one"
         )
     doomed = list(service.catalog.select(principal(request), labels, set()))
+    request.scope[SANDBOXES] = [sandbox.sandbox_id for sandbox in doomed]
     outcomes = await asyncio.gather(*map(service.lifecycle.delete, doomed), return_exceptions=True)
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
