@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -47,7 +46,7 @@ def shell(
     variables = options.pairs(env, "--env")
     if "TERM" in os.environ:
         variables = {"TERM": os.environ["TERM"], **(variables or {})}
-    size = shutil.get_terminal_size()
+    size = _size()
     with options.connect(base_url, api_key) as client:
         sandbox = client.get(sandbox_id)
         if attach is not None:
@@ -78,6 +77,14 @@ def _end(number: int, _frame: object) -> None:
     raise SystemExit(128 + number)
 
 
+def _size() -> os.terminal_size:
+    """Of this terminal, asked of itself: COLUMNS and LINES may be of another, or of before."""
+    for stream in (sys.stdout, sys.stdin, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            return os.get_terminal_size(stream.fileno())
+    return os.terminal_size((80, 24))
+
+
 @contextlib.contextmanager
 def _raw_input() -> Iterator[None]:
     """Keys go to the sandbox as they are pressed, Ctrl-C included."""
@@ -101,7 +108,7 @@ def _resizing(terminal: Terminal) -> Iterator[None]:
     from orchard.env.errors import OrchardError
 
     def follow() -> None:
-        size = shutil.get_terminal_size()
+        size = _size()
         with contextlib.suppress(OrchardError):
             terminal.resize(size.lines, size.columns)
 

@@ -239,8 +239,12 @@ class JobTable:
                         raise
                     # The process limit is reached. A command starts all the same, so that what fills the sandbox can
                     # be looked at and ended from inside; it just cannot fork.
-                    pid = self._spawn(job, command, env, account, directory_fd, streams, past_limit=True)
-                self._containment.adopt(group, pid)
+                    # It is held until it is under the limit, so that it cannot fork before.
+                    pid = self._spawn(
+                        job, command, env, account, directory_fd, streams, past_limit_into=group
+                    )
+                else:
+                    self._containment.adopt(group, pid)
             except BaseException:
                 self._containment.release(group)
                 raise
@@ -260,14 +264,22 @@ class JobTable:
             self._pipes.attach(job, out_read, err_read, stdin_write)
 
     def _spawn(self, job: Job, command: spawn.Command, env: list[bytes], account: accounts.Account, directory_fd: int,
-               streams: tuple[int, int, int], *, past_limit: bool = False) -> int:  # fmt: skip
-        """The pid. streams: what becomes stdin, stdout and stderr. Raises `SpawnError`."""
+               streams: tuple[int, int, int], *, past_limit_into: JobGroup | None = None) -> int:  # fmt: skip
+        """The pid. streams: what becomes stdin, stdout and stderr. past_limit_into: start it although the process limit is
+        reached, and adopt it there. Raises `SpawnError`."""
+
+        def hold(pid: int) -> None:
+            assert past_limit_into is not None
+            self._containment.leave()
+            self._containment.adopt(past_limit_into, pid)
+
         keep_fds = job.turn.show() if job.turn is not None else ()
-        self._containment.enter(past_limit=past_limit)
+        self._containment.enter(past_limit=past_limit_into is not None)
         try:
             return spawn.spawn(command, env=env, directory_fd=directory_fd, account=account, stdin_fd=streams[0],
                                stdout_fd=streams[1], stderr_fd=streams[2], null_fd=self._null_fd,
-                               terminal=job.spec.pty is not None, keep_fds=keep_fds)  # fmt: skip
+                               terminal=job.spec.pty is not None, keep_fds=keep_fds,
+                               hold=None if past_limit_into is None else hold)  # fmt: skip
         finally:
             self._containment.leave()
             if job.turn is not None:

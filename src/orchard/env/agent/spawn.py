@@ -10,6 +10,8 @@ from orchard.env.agent.terminal import take_terminal
 
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from orchard.env.agent.accounts import Account
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -117,13 +119,24 @@ def spawn(
     null_fd: int,
     terminal: bool = False,
     keep_fds: tuple[int, ...] = (),
+    hold: Callable[[int], None] | None = None,
 ) -> int:
     """Start `command` in its own session; the pid. Raises `SpawnError`.
 
     directory_fd: where it starts. keep_fds: further descriptors that it has under the same numbers. terminal: its
-    standard input is a terminal, which becomes the one that controls its session. vfork is used for the agent's own
-    user without a terminal; else a copying fork is needed, in which the rest is set.
+    standard input is a terminal, which becomes the one that controls its session. hold: called with the pid of the new
+    process before that executes anything. vfork is used for the agent's own user without a terminal and without
+    `hold`; else a copying fork is needed, in which the rest is set.
     """
+    go_read, go_write = os.pipe2(os.O_CLOEXEC) if hold is not None else (-1, -1)
+
+    def prepare() -> None:
+        if go_read >= 0:
+            os.read(go_read, 1)
+        if terminal:
+            take_terminal()
+
+    plain = hold is None and not terminal
     pass_fds = keep_fds
     start_stderr = stderr_fd
     if command.late_stderr:
@@ -147,18 +160,25 @@ def spawn(
                 None if same_user else account.gid,
                 None if same_user else list(account.groups),
                 None if same_user else account.uid,
-                0o022, take_terminal if terminal else None, not terminal,  # type: ignore[arg-type]
+                0o022, None if plain else prepare, plain,  # type: ignore[arg-type]
             )  # fmt: skip
         except OSError as error:
             raise SpawnError(error.errno or errno.EAGAIN, "fork", os.fsdecode(command.argv[0])) from None
         finally:
             os.close(err_write)
+        if hold is not None:
+            try:
+                hold(pid)
+            finally:
+                os.write(go_write, b"1")
         # A copying fork runs beside us and writes its report in pieces: read to the end.
         report = b""
         while piece := os.read(err_read, 4096):
             report += piece
     finally:
-        os.close(err_read)
+        for fd in (err_read, go_read, go_write):
+            if fd >= 0:
+                os.close(fd)
         if command.late_stderr:
             os.close(_LATE_STDERR_FD)
     if report:
