@@ -38,6 +38,8 @@ def narrow(runtime: RuntimeCase, tmp_path_factory: pytest.TempPathFactory) -> It
 @pytest.fixture
 def held(narrow: Service) -> Iterator[Callable[[], None]]:
     """Keeps sandboxes from starting (the runtime's helper processes are stopped) until it is called."""
+    # What an earlier test gave up may still be on its way out, and hold the only place.
+    eventually(lambda: narrow.rest.get("/resources").expect(200)["starting"] == 0, "nothing is starting", 30)
     helpers = descendants(narrow.pid)
     assert helpers, "the runtime starts sandboxes through a helper process"
     for pid in helpers:
