@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager, closing
 from typing import Any
 
 from orchard.env.client import AsyncSandboxClient, SandboxClient
@@ -58,3 +58,17 @@ async def collected(iterable: Any) -> list[Any]:
     if hasattr(iterable, "__aiter__"):
         return [item async for item in iterable]
     return [wrapped(item) for item in await asyncio.to_thread(list, iterable)]
+
+
+async def each(iterable: Any) -> AsyncGenerator[Any, None]:
+    """The items one by one, in either flavour."""
+    if inspect.isawaitable(iterable):
+        iterable = await iterable
+    if hasattr(iterable, "__aiter__"):
+        async with aclosing(iterable):
+            async for item in iterable:
+                yield item
+        return
+    with closing(iterable):
+        while (item := await asyncio.to_thread(next, iterable, None)) is not None:
+            yield wrapped(item)

@@ -604,6 +604,19 @@ class FileStat(_Answer):
     target: str | None = None
 
 
+class FileChange(_Answer):
+    """One event of GET /sandboxes/{id}/files/watch. type: `open` (the watch stands: what happens from now on is told),
+    `gap` (something may have been missed: look at `path` anew), `created`, `modified` (told once until it is read),
+    `written` (closed by who wrote it), `attributes` (mode, owner or times), `removed`, `moved` (from `source`).
+    message: why, where a `gap` is the last event."""
+
+    type: Literal["open", "gap", "created", "modified", "written", "attributes", "removed", "moved"]
+    path: str
+    directory: bool = False
+    source: str | None = None
+    message: str | None = None
+
+
 class MakeDirectory(_Request):
     """POST /sandboxes/{id}/files/mkdir. parents: make those above it too, and accept a directory that is there already.
     mode: octal text such as "0755" (the default), or an integer."""

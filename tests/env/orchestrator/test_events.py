@@ -13,6 +13,7 @@ from orchard.env.errors import Overloaded
 from orchard.env.orchestrator import events as module
 from orchard.env.orchestrator.auth import Principal, Role
 from orchard.env.orchestrator.events import EventLog, Reader
+from orchard.env.orchestrator.responses import events
 from orchard.env.orchestrator.routes import events as route
 from orchard.env.runtimes.base import Postmortem, StartFailed
 from tests.env.orchestrator.conftest import Running
@@ -165,7 +166,8 @@ async def test_a_restart_tells_of_what_ended_meanwhile(start: Any) -> None:
 
 async def test_stopping_ends_streams_and_takes_no_more(running: Running) -> None:
     waiting = asyncio.create_task(running.call.get("/events"))
-    await asyncio.sleep(0)
+    while not running.orchestrator.events._readers:  # noqa: ASYNC110 - in the same loop
+        await asyncio.sleep(0)
     await running.orchestrator.begin_stop()
     reply = await waiting
     assert reply.status == 200
@@ -192,10 +194,10 @@ async def test_a_client_that_leaves_is_forgotten(running: Running) -> None:
 
 
 async def test_a_reader_that_takes_nothing_is_dropped_and_counted(
-    running: Running, monkeypatch: pytest.MonkeyPatch
+    running: Running,
 ) -> None:
-    monkeypatch.setattr(route, "_SLOW_S", 0.1)
-    answer = route.EventStream(reader(running), running.orchestrator.metrics)
+    texts = route._texts(lambda: reader(running))
+    answer = events(texts, 0.1, running.orchestrator.metrics.event_streams_dropped.inc)
 
     async def send(message: Any) -> None:
         if message["type"] == "http.response.body":

@@ -144,3 +144,11 @@ class Places:
 
     def _root(self, root: str) -> At:
         return At(open_inside(self.absolute(root), _DIRECTORY), b"")
+
+
+def on_its_way(name: bytes) -> bool:
+    """Whether it is a temporary name of an upload or a new link: nobody's until it has its own."""
+    _, mark, tail = name.rpartition(b".orchard-")
+    return (
+        bool(mark) and name.startswith(b".") and len(tail) in (12, 16) and not tail.strip(b"0123456789abcdef")
+    )

@@ -18,6 +18,7 @@ from orchard.env.agent.jobs import REFUSALS, JobTable
 from orchard.env.agent.loop import READ, WRITE, Loop
 from orchard.env.agent.output import Spool
 from orchard.env.agent.paths import Places, make_directories
+from orchard.env.agent.watches import Watches
 from orchard.env.agent.wire import CHUNK_BYTES, WIRE_VERSION, FrameReader, WireError, frame
 
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
@@ -229,6 +230,7 @@ class Agent:
             "end_session": self._end_session, "forget": self._forget, "read": self._read,
             "write": self._write, "abort": self._abort, "list": self._list, "log": self._log_op,
             "ping": self._ping, "statvfs": self._statvfs, **Entries(self.places).operations(),
+            **Watches(self.loop, self.places).operations(),
         }  # fmt: skip
 
     def run(self) -> None:

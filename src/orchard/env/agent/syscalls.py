@@ -16,6 +16,9 @@ _syscall = _libc.syscall
 _syscall.restype = ctypes.c_long
 _prctl = _libc.prctl
 _fallocate = _libc.fallocate
+_inotify_init1 = _libc.inotify_init1
+_inotify_add_watch = _libc.inotify_add_watch
+_inotify_rm_watch = _libc.inotify_rm_watch
 
 _RT_SIGACTION = {"x86_64": 13, "aarch64": 134}.get(os.uname().machine, -1)
 SYS_OPENAT2 = 437
@@ -74,6 +77,21 @@ def punch_hole(fd: int, offset: int, size: int) -> None:
     """Free the blocks of a part of a file; a file system that cannot is left as it is."""
     keep_size_and_punch = 3
     _fallocate(fd, keep_size_and_punch, ctypes.c_int64(offset), ctypes.c_int64(size))
+
+
+def inotify_init() -> int:
+    """inotify_init1(2): a descriptor that does not block."""
+    return checked(_inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK), "inotify_init1")
+
+
+def inotify_add(fd: int, path: bytes, mask: int) -> int:
+    """inotify_add_watch(2): the number of the watch."""
+    return checked(_inotify_add_watch(fd, ctypes.c_char_p(path), mask), "inotify_add_watch")
+
+
+def inotify_remove(fd: int, number: int) -> None:
+    """inotify_rm_watch(2); one that is gone already is fine."""
+    _inotify_rm_watch(fd, number)
 
 
 def default_signals() -> None:

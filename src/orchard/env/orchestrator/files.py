@@ -19,6 +19,8 @@ from orchard.env.orchestrator.sandbox import Sandbox
 STREAM_BYTES = 1 << 20
 #: A file that is replaced again and again is not read anew for ever.
 _READS = 5
+#: A watch that has nothing to tell says so this often.
+WATCH_KEEPALIVE_S = 10.0
 #: A directory that others fill as fast as it is emptied is given up on.
 _REMOVE_S = 600.0
 
@@ -141,6 +143,34 @@ class Files:
                 " files/content gives any"
             )
         return b"".join(parts)
+
+    async def watch(
+        self, sandbox: Sandbox, path: str, recursive: bool
+    ) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """What happens to a file or in a directory: the fields of `FileChange`, beginning with `open`. An empty list
+        comes when nothing has happened for a while. Ends when what is watched is gone."""
+        check_path(path)
+        began, _ = await self._agents.call(sandbox, "watch", path=path, recursive=recursive)
+        watch = began["watch"]
+        try:
+            yield [{"type": "open", "path": path}]
+            ended = False
+            while not ended:
+                answer, _ = await self._agents.call(
+                    sandbox, "watch_changes", watch=watch, timeout_s=WATCH_KEEPALIVE_S
+                )
+                ended = answer["ended"]
+                if answer["changes"] or not ended:
+                    yield answer["changes"]
+        finally:
+            if sandbox.live:
+                await self._unwatch(sandbox, watch)
+
+    async def _unwatch(self, sandbox: Sandbox, watch: int) -> None:
+        try:
+            await self._agents.call(sandbox, "unwatch", watch=watch)
+        except OrchardError:
+            pass  # it ends by itself when nobody asks
 
     # ------------------------------------------------------------------------------------------- entries
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -27,6 +28,8 @@ from orchard.env.errors import (
     Unauthorized,
 )
 from orchard.env.orchestrator.logging import request_id
+
+_log = logging.getLogger(__name__)
 
 
 class ErrorBody(BaseModel):
@@ -59,30 +62,77 @@ class Stream(Response):
     """Bytes of any number, sent as fast as the client takes them.
 
     size: sent as Content-Length where known. What fails before the first piece is an ordinary error answer; what
-    fails after it breaks the connection, since only that tells that the answer is not whole.
+    fails after it breaks the connection, since only that tells that the answer is not whole. stall_s: a client that
+    takes nothing for this long is dropped, and `on_drop` called.
     """
 
-    def __init__(self, pieces: AsyncGenerator[bytes, None], media_type: str, size: int | None = None) -> None:
+    def __init__(
+        self,
+        pieces: AsyncGenerator[bytes, None],
+        media_type: str,
+        size: int | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        stall_s: float | None = None,
+        on_drop: Callable[[], None] = lambda: None,
+    ) -> None:
         self.status_code = 200
         self.background = None
         self.raw_headers = [(b"content-type", media_type.encode("latin-1"))]
         if size is not None:
             self.raw_headers.append((b"content-length", b"%d" % size))
+        for name, value in (headers or {}).items():
+            self.raw_headers.append((name.lower().encode("latin-1"), value.encode("latin-1")))
         self._pieces = pieces
+        self._stall_s = stall_s
+        self._on_drop = on_drop
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send(send))
         gone = asyncio.ensure_future(_until_gone(receive))
         try:
-            piece = await anext(self._pieces, b"")
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            while piece and not gone.done():
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-                piece = await anext(self._pieces, b"")
-            if not gone.done():
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             gone.cancel()
+            sending.cancel()
+            await asyncio.wait({sending})
             await self._pieces.aclose()
+        if not sending.cancelled():
+            sending.result()
+
+    async def _send(self, send: Send) -> None:
+        piece = await anext(self._pieces, b"")
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        while piece:
+            try:
+                async with asyncio.timeout(self._stall_s):
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            except TimeoutError:
+                self._on_drop()
+                _log.warning("a client took nothing for %g s and is dropped", self._stall_s)
+                return
+            try:
+                piece = await anext(self._pieces, b"")
+            except OrchardError as error:
+                # Left without its end, the answer breaks off with its connection.
+                _log.warning("an answer is cut off: %s", error)
+                return
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def events(pieces: AsyncGenerator[bytes, None], stall_s: float | None = None,
+           on_drop: Callable[[], None] = lambda: None) -> Stream:  # fmt: skip
+    """Server-sent events that are encoded already."""
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return Stream(
+        pieces, "text/event-stream; charset=utf-8", headers=headers, stall_s=stall_s, on_drop=on_drop
+    )
+
+
+def error_event(error: OrchardError) -> bytes:
+    """The last event of a stream that ends by an error."""
+    fields = {"code": error.code, "detail": error.detail, "retryable": error.retryable}
+    return b"event: error\ndata: %s\n\n" % json_bytes(fields)
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -12,11 +12,12 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import TypeAlias
 
-from orchard.env.client.aio import trees
+from orchard.env.client.aio import trees, watching
 from orchard.env.client.flows import Outgoing
 from orchard.env.client.transport import Repeat, Transport, build, encode, path_of
 from orchard.env.contract import (
     MAX_JSON_FILE_BYTES,
+    FileChange,
     FileContent,
     FileEntry,
     FileListing,
@@ -124,6 +125,19 @@ class AsyncFiles:
         await self._transport.call(
             "DELETE", self._path, FileRemoved, query=query, repeat=Repeat.UNSENT_ONLY, silence_s=_REMOVE_S
         )
+
+    async def watch(self, path: str, *, recursive: bool = False) -> AsyncIterator[FileChange]:
+        """What happens to a file, or to what is in a directory, as it happens. The first one is of type `open`: from
+        there on nothing is missed. It ends when what is watched is gone.
+
+        recursive: everything below the directory too. A `gap` says that changes may have been missed (they came
+        faster than they were read, or the connection was lost): look at the files anew. Raises `FileMissing`, or the
+        sandbox's end.
+        """
+        query = [("path", path), ("recursive", "true" if recursive else "false")]
+        async with aclosing(watching.follow(self._transport, self._path + "/watch", query, path)) as changes:
+            async for change in changes:
+                yield change
 
     async def upload(self, local: LocalPath, remote: str) -> None:
         """Copy a file or a directory of any size from here into the sandbox, as `remote` itself; modes are kept, and

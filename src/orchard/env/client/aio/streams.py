@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 from orchard.env.client.results import JobResult, OutputChunk, OutputGap
 from orchard.env.client.retry import Backoff
 from orchard.env.client.sse import EventParser
-from orchard.env.client.transport import Transport, path_of
+from orchard.env.client.transport import Query, Transport, path_of
 from orchard.env.contract import StreamName
 from orchard.env.errors import BY_CODE, ConnectionFailed, InternalError, OrchardError
 
@@ -28,12 +29,12 @@ async def follow(
     while True:
         query = [(f"{name.value}_offset", str(offset)) for name, offset in at.items()]
         try:
-            async for name, data in _events(transport, path_of("jobs", job_id, "stream"), query):
+            async for name, data in read_events(transport, path_of("jobs", job_id, "stream"), query):
                 if name == "exit":
                     yield JobResult.model_validate(data["job"])
                     return
                 if name == "error":
-                    raise _error(data)
+                    raise told_error(data)
                 # Also after a keepalive: a command may be silent for longer than the time for attempts.
                 backoff = Backoff(transport.settings.retry)
                 happening = _happening(name, data)
@@ -45,17 +46,19 @@ async def follow(
             )
         except OrchardError as error:
             lost = error
-        pause_s = backoff.pause_s(lost.retry_after_s, first_contact=False) if _may_pass(lost) else None
+        pause_s = backoff.pause_s(lost.retry_after_s, first_contact=False) if may_pass(lost) else None
         if pause_s is None:
             raise lost
         await asyncio.sleep(pause_s)
 
 
-def _may_pass(error: OrchardError) -> bool:
+def may_pass(error: OrchardError) -> bool:
+    """Whether a stream that broke off so may be opened again."""
     return isinstance(error, ConnectionFailed) or (error.http_status == 503 and error.retryable)
 
 
-def _error(data: dict[str, Any]) -> OrchardError:
+def told_error(data: dict[str, Any]) -> OrchardError:
+    """What an event `error` stands for."""
     return BY_CODE.get(data["code"], InternalError)(data["detail"])
 
 
@@ -67,11 +70,12 @@ def _happening(name: str, data: dict[str, Any]) -> OutputChunk | OutputGap | Non
     return None  # a keepalive, or what later versions will say
 
 
-async def _events(
-    transport: Transport, path: str, query: list[tuple[str, str]]
-) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+async def read_events(
+    transport: Transport, path: str, query: Query
+) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
     """Name and data of server-sent events."""
     parser = EventParser()
-    async for piece in transport.open_stream(path, query, _SILENCE_S):
-        for name, data in parser.feed(piece):
-            yield name, json.loads(data)
+    async with aclosing(transport.open_stream(path, query, _SILENCE_S)) as pieces:
+        async for piece in pieces:
+            for name, data in parser.feed(piece):
+                yield name, json.loads(data)

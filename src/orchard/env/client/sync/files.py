@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from orchard.env.client.aio.files import AsyncFiles
 from orchard.env.client.portal import Portal
-from orchard.env.contract import FileEntry, FileStat, FileWritten
+from orchard.env.contract import FileChange, FileEntry, FileStat, FileWritten
 
 LocalPath: TypeAlias = str | os.PathLike[str]
 
@@ -76,6 +76,16 @@ class Files:
         """Remove a file, a link (not what it leads to) or a directory. recursive: with everything in it; without it
         a directory that is not empty is a `Conflict`. Raises `FileMissing`."""
         self._portal.call(self._async.remove(path, recursive=recursive))
+
+    def watch(self, path: str, *, recursive: bool = False) -> Iterator[FileChange]:
+        """What happens to a file, or to what is in a directory, as it happens. The first one is of type `open`: from
+        there on nothing is missed. It ends when what is watched is gone.
+
+        recursive: everything below the directory too. A `gap` says that changes may have been missed (they came
+        faster than they were read, or the connection was lost): look at the files anew. Raises `FileMissing`, or the
+        sandbox's end.
+        """
+        yield from self._portal.iterate(self._async.watch(path, recursive=recursive))
 
     def upload(self, local: LocalPath, remote: str) -> None:
         """Copy a file or a directory of any size from here into the sandbox, as `remote` itself; modes are kept, and

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Annotated, Any
 
 from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from orchard.env.contract import ArchiveWritten, FileWritten, OctalMode, mode_bits
-from orchard.env.orchestrator.responses import Stream, json_of
+from orchard.env.contract import ArchiveWritten, FileChange, FileWritten, OctalMode, mode_bits
+from orchard.env.errors import OrchardError
+from orchard.env.orchestrator.responses import Stream, error_event, events, json_bytes, json_of
 from orchard.env.orchestrator.routes.base import errors, orchestrator, principal, read_stream, router
 from orchard.env.orchestrator.routes.files import FilePath
 
 routes = router("files")
 BYTES = "application/octet-stream"
 TAR = "application/x-tar"
+#: A reader of changes that takes nothing for this long is dropped.
+_STALL_S = 30.0
 
 
 def _body(media_type: str) -> dict[str, Any]:
@@ -77,3 +82,37 @@ async def pack(request: Request, sandbox_id: str, path: FilePath) -> Response:
     service = orchestrator(request)
     sandbox = await service.catalog.ready_one(principal(request), sandbox_id)
     return Stream(service.archives.pack(sandbox, path), TAR)
+
+
+@routes.get("/sandboxes/{sandbox_id}/files/watch", response_class=Response, responses={
+                200: {"model": FileChange, "description": "text/event-stream of FileChange"}, **errors(400, 404, 409)},
+            summary="Follow changes of files")  # fmt: skip
+async def watch(
+    request: Request,
+    sandbox_id: str,
+    path: FilePath,
+    recursive: Annotated[bool, Query(description="of a directory, all below it too")] = False,
+) -> Response:
+    """Server-sent events about a file, or what is in a directory. The first is `open`: from there on nothing is missed.
+    `gap` says that changes came faster than they were read; the rest is in `FileChange`. A comment comes every 10 s when
+    nothing happens. It ends when what is watched is gone (after `removed`), or with an event `error` when the sandbox
+    is. Links are not followed into; at most 8,192 directories are watched."""
+    service = orchestrator(request)
+    sandbox = await service.catalog.ready_one(principal(request), sandbox_id)
+    return events(_told(service.files.watch(sandbox, path, recursive)), _STALL_S)
+
+
+async def _told(changes: AsyncGenerator[list[dict[str, Any]], None]) -> AsyncGenerator[bytes, None]:
+    begun = False
+    try:
+        async with aclosing(changes):
+            async for several in changes:
+                begun = True
+                parts = [
+                    b"event: %s\ndata: %s\n\n" % (each["type"].encode(), json_bytes(each)) for each in several
+                ]
+                yield b"".join(parts) or b": keepalive\n\n"
+    except OrchardError as error:
+        if not begun:
+            raise
+        yield error_event(error)

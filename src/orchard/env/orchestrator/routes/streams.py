@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import base64
-import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Annotated
 
 from fastapi import Query
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Send
+from starlette.responses import Response
 
 from orchard.env.contract import StreamName
-from orchard.env.errors import InvalidRequest, OrchardError
-from orchard.env.orchestrator.responses import json_bytes
+from orchard.env.errors import Conflict, InvalidRequest, OrchardError
+from orchard.env.orchestrator.responses import Stream, error_event, json_bytes
+from orchard.env.orchestrator.responses import events as sse
 from orchard.env.orchestrator.routes.base import errors, orchestrator, principal, router
 from orchard.env.orchestrator.streaming import Ended, Gap, Happening, Piece, Silence
 
-_log = logging.getLogger(__name__)
 routes = router("commands")
 
 Offset = Annotated[int, Query(ge=0)]
@@ -29,21 +27,8 @@ _RAW_BYTES = 4 << 20
 _OFFSET_HEADER = "X-Orchard-Offset"
 
 
-class Interrupted(Exception):
-    """A stream that cannot go on."""
-
-
-class _Breakable(StreamingResponse):
-    async def stream_response(self, send: Send) -> None:
-        try:
-            await super().stream_response(send)
-        except Interrupted as error:
-            # Left without its end, the answer breaks off with its connection: the only way to say that it is not whole.
-            _log.warning("a stream is cut off: %s", error)
-
-
 @routes.get("/jobs/{job_id}/stream", responses=errors(404, 409), summary="Follow a command's output",
-            response_class=StreamingResponse)  # fmt: skip
+            response_class=Response)  # fmt: skip
 async def stream(
     request: Request,
     job_id: str,
@@ -68,10 +53,7 @@ async def stream(
     if last is not None and stdout_offset is None and stderr_offset is None:
         offsets = _after(last)
     happenings = service.streams.follow(job, offsets, _EVENT_BYTES)
-    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(
-        _events(happenings, dict(offsets)), media_type="text/event-stream", headers=headers
-    )
+    return sse(_events(happenings, dict(offsets)))
 
 
 def _after(event_id: str) -> dict[str, int]:
@@ -84,15 +66,14 @@ def _after(event_id: str) -> dict[str, int]:
     return {"stdout": int(stdout), "stderr": int(stderr)}
 
 
-async def _events(happenings: AsyncGenerator[Happening], at: dict[str, int]) -> AsyncIterator[bytes]:
+async def _events(happenings: AsyncGenerator[Happening], at: dict[str, int]) -> AsyncGenerator[bytes, None]:
     yield b"retry: 1000\n\n"
     try:
         async with aclosing(happenings):
             async for happening in happenings:
                 yield _event(happening, at)
     except OrchardError as error:
-        fields = {"code": error.code, "detail": error.detail, "retryable": error.retryable}
-        yield b"event: error\ndata: %s\n\n" % json_bytes(fields)
+        yield error_event(error)
 
 
 def _event(happening: Happening, at: dict[str, int]) -> bytes:
@@ -119,14 +100,14 @@ async def _raw(happenings: AsyncGenerator[Happening], offset: int) -> Response:
         offset = first.end
         first = await anext(happenings)
 
-    async def body() -> AsyncIterator[bytes]:
+    async def body() -> AsyncGenerator[bytes, None]:
         async with aclosing(happenings):
             happening = first
             while not isinstance(happening, Ended):
                 if isinstance(happening, Gap):
-                    raise Interrupted(f"bytes {happening.start} to {happening.end} are not kept any more")
+                    raise Conflict(f"bytes {happening.start} to {happening.end} are not kept any more")
                 if isinstance(happening, Piece):
                     yield happening.data
                 happening = await anext(happenings)
 
-    return _Breakable(body(), media_type="application/octet-stream", headers={_OFFSET_HEADER: str(offset)})
+    return Stream(body(), "application/octet-stream", headers={_OFFSET_HEADER: str(offset)})
