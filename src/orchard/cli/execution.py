@@ -40,6 +40,7 @@ def run(
     disk: options.Disk = None,
     pids: options.Pids = None,
     network: options.Network = False,
+    tunnel: options.Tunnel = None,
     label: options.LabelOption = None,
     ready_timeout: options.ReadyTimeout = None,
     keep: Annotated[bool, typer.Option("--keep", help="Do not delete the sandbox; print its id.")] = False,
@@ -64,6 +65,7 @@ def run(
         sandbox = client.create(
             image,
             block_network=not network,
+            tunnels=options.tunnels(tunnel),
             cpu=cpu,
             memory=memory,
             disk=disk,

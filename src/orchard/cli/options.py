@@ -42,6 +42,12 @@ Cpu = Annotated[str | None, typer.Option("--cpu", metavar="CORES", help="Cores, 
 Memory = Annotated[str | None, typer.Option("--memory", metavar="SIZE", help="Memory, as 8Gi.")]
 Disk = Annotated[str | None, typer.Option("--disk", metavar="SIZE", help="Disk space, as 10Gi.")]
 Pids = Annotated[int | None, typer.Option("--pids", metavar="N", help="Most processes at once.")]
+Tunnel = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tunnel", metavar="PORT=NAME", help="A port inside that leads to a target; may be repeated."
+    ),
+]
 Network = Annotated[
     bool, typer.Option("--network/--no-network", help="Allow the network, or loopback only (default).")
 ]
@@ -82,6 +88,21 @@ def pairs(values: list[str] | None, option: str) -> dict[str, str] | None:
         if not sign or not name:
             raise typer.BadParameter(f"{value!r}: write NAME=VALUE", param_hint=option)
         result[name] = text
+    return result
+
+
+def tunnels(values: list[str] | None) -> list[dict[str, object]] | None:
+    """`PORT=NAME` options as the fields of tunnels; None when there are none. A usage error for anything else."""
+    if not values:
+        return None
+    result: list[dict[str, object]] = []
+    for value in values:
+        port, sign, target = value.partition("=")
+        if not sign or not target or not port.isdecimal() or not 1 <= int(port) <= 65535:
+            raise typer.BadParameter(
+                f"{value!r}: write PORT=NAME, with a PORT of 1 to 65535", param_hint="--tunnel"
+            )
+        result.append({"listen_port": int(port), "target": target})
     return result
 
 

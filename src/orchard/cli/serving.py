@@ -62,6 +62,12 @@ def serve(
     ] = None,
     auth_file: options.AuthFile = None,
     insecure_registry: options.InsecureRegistry = None,
+    tunnel_target: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tunnel-target", metavar="NAME=URL", help="What tunnels may lead to; may be repeated."
+        ),
+    ] = None,
     log_level: Annotated[
         str | None, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error [info].")
     ] = None,
@@ -111,6 +117,7 @@ def serve(
         pull=pull,
         registry_auth_file=auth_file,
         insecure_registries=insecure_registry or None,
+        tunnel_targets=tunnel_target or None,
         log_level=log_level,
     )
     if not embedded:

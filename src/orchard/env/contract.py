@@ -25,6 +25,8 @@ DEFAULT_COMMAND_TIMEOUT_S = 600.0
 DEFAULT_TTL_S = 24 * 3600.0
 DEFAULT_MAX_OUTPUT_BYTES = 1 << 20
 FINISHED_JOB_RETENTION_S = 3600.0
+#: Of one sandbox.
+MAX_TUNNELS = 32
 #: Files through the JSON endpoints; the agent moves them in chunks, but JSON holds them whole.
 MAX_JSON_FILE_BYTES = 256 << 20
 
@@ -114,6 +116,16 @@ def _labels(value: dict[str, str]) -> dict[str, str]:
     return value
 
 
+TargetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+
+
+def _one_each(value: list[OpenTunnel]) -> list[OpenTunnel]:
+    ports = [tunnel.listen_port for tunnel in value if tunnel.listen_port]
+    if twice := {port for port in ports if ports.count(port) > 1}:
+        raise ValueError(f"listen_port {min(twice)} is named twice: each tunnel needs a port of its own")
+    return value
+
+
 Labels = Annotated[dict[str, Text], Field(max_length=64), AfterValidator(_labels)]
 
 
@@ -173,13 +185,21 @@ class EndReason(StrEnum):
     QUOTA = "quota"
 
 
+class OpenTunnel(_Request):
+    """POST /sandboxes/{id}/tunnels. target: a name of `serve --tunnel-target`. listen_port: on the sandbox's loopback;
+    left out or 0, the agent picks one."""
+
+    target: TargetName
+    listen_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+
+
 class CreateSandbox(_Request):
     """POST /sandboxes. Only `image` is required.
 
     timeout: seconds to become ready. cpu, memory, disk: Kubernetes quantities. pids: most processes and
     threads at once. ttl_seconds: maximum lifetime. heartbeat_timeout: lease in seconds; when given, it runs
     from creation on, otherwise from the first heartbeat. idempotency_key: a repeated create with the same key
-    and body returns the same sandbox.
+    and body returns the same sandbox. tunnels: there when it is ready.
     """
 
     image: Annotated[Text, Field(min_length=1, max_length=1024)]
@@ -197,6 +217,9 @@ class CreateSandbox(_Request):
     ttl_seconds: Seconds | None = None
     heartbeat_timeout: Seconds | None = None
     idempotency_key: Annotated[Text, Field(min_length=1, max_length=256)] | None = None
+    tunnels: Annotated[list[OpenTunnel], Field(max_length=MAX_TUNNELS), AfterValidator(_one_each)] | None = (
+        None
+    )
 
 
 class BatchCreate(_Request):
@@ -380,6 +403,27 @@ class SandboxStats(_Answer):
     disk_bytes: int | None = None
     disk_limit_bytes: int | None = None
     oom_kills: int | None = None
+
+
+class TunnelInfo(_Answer):
+    """A tunnel: what user code reaches as `url` is the operator's `target`. Counted since the tunnel was opened, or the
+    service was started: connections, and bytes from the sandbox (sent) and to it (received). last_error: why a
+    connection was refused or broken last; last_error_at: when, in Unix seconds."""
+
+    listen_port: int
+    target: str
+    url: str
+    open_connections: int = 0
+    total_connections: int = 0
+    failed_connections: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    last_error: str | None = None
+    last_error_at: float | None = None
+
+
+class TunnelList(_Answer):
+    tunnels: list[TunnelInfo]
 
 
 class LogLine(_Answer):

@@ -8,6 +8,8 @@
     │   ├── UserNotFound          400  the user of a command does not exist in the image
     │   ├── PathInvalid           400  a path is empty, escapes, or names something unusable
     │   │   └── ArchiveInvalid    400  a tar archive is damaged, or an entry of it would lead outside
+    │   ├── TargetNotAllowed      400  a tunnel's target is none that the operator allows
+    │   ├── PortNotAllowed        400  the agent may not listen on this port inside the sandbox
     │   ├── PatchToolMissing      400  neither git nor patch exists in the image
     │   ├── ImageInvalid          422  an image is damaged, hostile or for another machine
     │   └── BuildFailed           422  a step of an image's recipe did not succeed
@@ -23,6 +25,7 @@
     ├── SandboxTimeout            408  a wait for a sandbox or job ended first
     ├── Conflict                  409  the id is taken by something else
     │   ├── SandboxNotReady       409
+    │   ├── PortInUse             409  something listens on this port inside the sandbox
     │   ├── LifetimeExceeded      409  a command longer than what is left of the sandbox
     │   └── JobNotRunning         409
     ├── TooLarge                  413
@@ -137,6 +140,18 @@ class ArchiveInvalid(PathInvalid):
     code = "archive_invalid"
 
 
+class TargetNotAllowed(InvalidRequest):
+    """A tunnel names a target that the operator does not allow; the detail lists those that are."""
+
+    code = "target_not_allowed"
+    http_status = 400
+
+
+class PortNotAllowed(InvalidRequest):
+    code = "port_not_allowed"
+    http_status = 400
+
+
 class PatchToolMissing(InvalidRequest):
     code = "patch_tool_missing"
     http_status = 400
@@ -210,6 +225,12 @@ class Conflict(OrchardError):
 class SandboxNotReady(Conflict):
     code = "sandbox_not_ready"
     retryable = True
+
+
+class PortInUse(Conflict):
+    """Something listens on the port inside the sandbox already, another tunnel maybe."""
+
+    code = "port_in_use"
 
 
 class LifetimeExceeded(Conflict):

@@ -1,4 +1,4 @@
-"""The agent itself: connections, authentication and the operations of the wire protocol."""
+"""The agent itself: authentication and the operations of the wire protocol."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import time
 
 # hmac would bring all of OpenSSL into every sandbox; this is the function it uses.
 from _operator import _compare_digest
-from collections import deque
 
 from orchard.env.agent import accounts
+from orchard.env.agent.connection import Connection
 from orchard.env.agent.entries import Entries
 from orchard.env.agent.files import Files
 from orchard.env.agent.job import AgentError, Defaults, Job, JobSpec
 from orchard.env.agent.jobs import REFUSALS, JobTable
-from orchard.env.agent.loop import READ, WRITE, Loop
+from orchard.env.agent.loop import READ, Loop
 from orchard.env.agent.output import Spool
 from orchard.env.agent.paths import Places, make_directories
+from orchard.env.agent.tunnels import Tunnels
 from orchard.env.agent.watches import Watches
-from orchard.env.agent.wire import CHUNK_BYTES, WIRE_VERSION, FrameReader, WireError, frame
+from orchard.env.agent.wire import CHUNK_BYTES, WIRE_VERSION
 
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
 if TYPE_CHECKING:
@@ -28,176 +29,7 @@ if TYPE_CHECKING:
 
     from orchard.env.agent.containment import Containment
 
-    Made = Callable[[], tuple[dict[str, Any], bytes]]
-
-#: One buffer for all receiving, made before the first fork: an agent's own would be 16 pages that it has to be given.
-_RECEIVED = memoryview(bytearray(1 << 16))
 _LOG_BYTES = 64 << 10
-#: A connection whose peer stops reading is dropped at this much unsent output: the jobs stay.
-_UNSENT_CAP = 512 << 20
-#: With more than this unsent, further answers wait.
-_ROOM_BYTES = 16 << 20
-
-
-class Connection:
-    """One peer. Until `hello` brought the token, nothing but `hello` is understood."""
-
-    def __init__(self, agent: Agent, sock: socket.socket) -> None:
-        self._agent = agent
-        self._sock = sock
-        self._fd = sock.fileno()
-        self._reader = FrameReader(max_header=64 << 10, max_payload=0)
-        self._unsent: deque[memoryview] = deque()
-        self._unsent_bytes = 0
-        self._unmade: deque[tuple[Any, Made]] = deque()
-        self._writing = False
-        self.authenticated = False
-        self.closed = False
-
-    def trust(self) -> None:
-        """From here on it is the service's: frames of any size are read and operations served."""
-        self.authenticated = True
-        self._reader = FrameReader()
-
-    def start(self) -> None:
-        self._agent.loop.watch(self._fd, READ, self._ready)
-
-    def _ready(self, events: int) -> None:
-        if events & WRITE & ~READ:
-            self._flush()
-        if events & READ and not self.closed:
-            self._receive()
-
-    def _receive(self) -> None:
-        view = _RECEIVED
-        try:
-            count = self._sock.recv_into(view)
-        except BlockingIOError:
-            return
-        except OSError:
-            count = 0
-        if not count:
-            self.close()
-            return
-        try:
-            for header, payload in self._reader.feed(view[:count]):
-                if not self.closed:
-                    self._handle(header, payload)
-        except WireError as error:
-            self._agent.log(f"connection closed: {error}")
-            self.close()
-
-    def _handle(self, header: dict[str, Any], payload: bytes) -> None:
-        request_id = header.get("id")
-        hello = header.get("op") == "hello"
-        if not self.authenticated:
-            if not hello or not self._agent.token_matches(header.get("token")):
-                self.send(
-                    {
-                        "id": request_id,
-                        "error": {
-                            "code": "unauthorized",
-                            "detail": "the first frame must be hello with the sandbox's token",
-                        },
-                    }
-                )
-                self.close()
-                return
-            self.trust()
-        if hello:
-            self._agent.configure(header.get("configure"))
-            self.send({"id": request_id, "ok": True, **self._agent.hello()})
-            return
-
-        def answer(result: dict[str, Any] | Made, body: bytes = b"") -> None:
-            if callable(result):
-                self._send_when_room(request_id, result)
-            else:
-                self.send({"id": request_id, "ok": True, **result}, body)
-
-        def fail(error: AgentError) -> None:
-            self.send(
-                {"id": request_id, "error": {"code": error.code, "detail": error.detail, **error.extra}}
-            )
-
-        try:
-            self._agent.dispatch(header, payload, answer, fail)
-        except AgentError as error:
-            fail(error)
-        except UnicodeEncodeError:
-            fail(AgentError("invalid_request", "text holds characters that are not encodable as UTF-8"))
-        except (KeyError, TypeError, ValueError) as error:
-            fail(AgentError("invalid_request", f"{type(error).__name__}: {error}"))
-        except OSError as error:
-            fail(AgentError("infrastructure_error", f"the agent could not do it: {error}"))
-
-    def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
-        if self.closed:
-            return
-        data = memoryview(frame(header, payload))
-        if not self._unsent:
-            try:
-                sent = self._sock.send(data)
-            except BlockingIOError:
-                sent = 0
-            except OSError:
-                self.close()
-                return
-            if sent == len(data):
-                return
-            data = data[sent:]
-        self._unsent.append(data)
-        self._unsent_bytes += len(data)
-        if self._unsent_bytes > _UNSENT_CAP:
-            self._agent.log("connection closed: its peer does not read")
-            self.close()
-        elif not self._writing:
-            self._writing = True
-            self._agent.loop.watch(self._fd, READ | WRITE, self._ready)
-
-    def _send_when_room(self, request_id: Any, made: Made) -> None:
-        """Large answers are made only when their turn to be sent comes: many at once would not fit into memory."""
-        if self._unsent_bytes > _ROOM_BYTES:
-            self._unmade.append((request_id, made))
-        elif not self.closed:
-            result, body = made()
-            self.send({"id": request_id, "ok": True, **result}, body)
-
-    def _make_more(self) -> None:
-        while self._unmade and self._unsent_bytes <= _ROOM_BYTES:
-            self._send_when_room(*self._unmade.popleft())
-
-    def _flush(self) -> None:
-        try:
-            while self._unsent:
-                sent = self._sock.send(self._unsent[0])
-                self._unsent_bytes -= sent
-                if sent < len(self._unsent[0]):
-                    self._unsent[0] = self._unsent[0][sent:]
-                else:
-                    self._unsent.popleft()
-        except BlockingIOError:
-            self._make_more()
-            return
-        except OSError:
-            self.close()
-            return
-        if self._writing:
-            self._writing = False
-            self._agent.loop.watch(self._fd, READ, self._ready)
-        self._make_more()
-
-    def close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            self._agent.loop.unwatch(self._fd)
-            self._sock.close()
-            self._unsent.clear()
-            self._unmade.clear()
-            self._agent.connections.discard(self)
-            if self.authenticated and not any(each.authenticated for each in self._agent.connections):
-                # Whoever sent them is gone: half a file is never finished.
-                self._agent.files.abort_all()
 
 
 class Agent:
@@ -223,13 +55,15 @@ class Agent:
         self.files = Files(self.places)
         self.jobs = JobTable(self.loop, containment, self.defaults, null_fd, Spool(folder_fd), self.log)
         self.connections: set[Connection] = set()
+        self._tunnels: Tunnels | None = None
         self._boot_id = os.urandom(8).hex()
         self._operations: dict[str, Callable[..., None]] = {
             "exec": self._exec, "job": self._job, "output": self._output, "jobs": self._list_jobs, "cancel": self._cancel,
             "signal": self._signal, "stdin": self._stdin, "resize": self._resize, "sessions": self._sessions,
             "end_session": self._end_session, "forget": self._forget, "read": self._read,
             "write": self._write, "abort": self._abort, "list": self._list, "log": self._log_op,
-            "ping": self._ping, "statvfs": self._statvfs, **Entries(self.places).operations(),
+            "ping": self._ping, "statvfs": self._statvfs,
+            "tunnels": self._open_tunnels, "untunnel": self._close_tunnel, **Entries(self.places).operations(),
             **Watches(self.loop, self.places).operations(),
         }  # fmt: skip
 
@@ -511,3 +345,26 @@ class Agent:
     ) -> None:
         info = os.statvfs("/")
         answer({"total_bytes": info.f_blocks * info.f_frsize, "free_bytes": info.f_bavail * info.f_frsize})
+
+    # ---------------------------------------------------------------------------------------------- tunnels
+
+    @property
+    def tunnels(self) -> Tunnels:
+        """Made when the first one is asked for: most sandboxes have none."""
+        if self._tunnels is None:
+            self._tunnels = Tunnels(self.loop, self.log)
+        return self._tunnels
+
+    def _open_tunnels(
+        self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any
+    ) -> None:
+        ports = [int(port) for port in header["ports"]]
+        if header.get("exactly"):
+            for port in self.tunnels.ports() - set(ports):
+                self.tunnels.close(port)
+        answer({"ports": self.tunnels.listen(ports)})
+
+    def _close_tunnel(
+        self, header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any
+    ) -> None:
+        answer({"existed": self.tunnels.close(int(header["port"]))})

@@ -10,8 +10,9 @@ Paths are absolute or start at the working directory; where a `root` is given, t
 
 Operations (→ answer fields; `+ payload` marks raw bytes):
 
-    hello     token, configure {env, working_dir, user}?  → version, pid, boot_id, jobs (count)
+    hello     token, configure {env, working_dir, user}?, use?  → version, pid, boot_id, jobs (count)
               `configure` sets the defaults of every later command: once, by the first peer after creation
+              With `use: "tunnels"` (told back) the connection is from then on that of `orchard.env.agent.tunnels`.
     ping                                              → now
     exec      job_id, command, timeout_s, grace_s, cwd, env, user, login_shell, stdin_size, stdin_open,
               max_output_bytes, max_spool_bytes, background, concurrent, wait, internal,
@@ -50,6 +51,10 @@ Operations (→ answer fields; `+ payload` marks raw bytes):
     move      source, target, overwrite               → (in one step; `conflict` when the target exists)
     remove    path, recursive                         → more: there is something left, ask again
     log                                               → lines
+    tunnels   ports, exactly                          → ports; listens on these of the loopback too (0: a free one)
+              `exactly`: and on no others. `port_in_use` or `port_not_allowed` when it cannot listen on one: then
+              nothing is changed. What connects is told on the connection of the tunnels.
+    untunnel  port                                    → existed; listens no more and resets what came by it
     forget    job_ids                                 → (frees finished jobs' memory)
 
 A `job` is: job_id, command and background (in `jobs` only), status (queued, running, succeeded, failed),

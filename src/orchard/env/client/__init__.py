@@ -16,11 +16,21 @@ from orchard.env.client.aio import (
     AsyncSandboxClient,
     AsyncSessions,
     AsyncTerminal,
+    AsyncTunnels,
 )
 from orchard.env.client.results import JobResult, OutputChunk, OutputGap
 from orchard.env.client.retry import RetryPolicy
 from orchard.env.client.settings import ClientSettings
-from orchard.env.client.sync import CommandHandle, Commands, Files, Sandbox, SandboxClient, Sessions, Terminal
+from orchard.env.client.sync import (
+    CommandHandle,
+    Commands,
+    Files,
+    Sandbox,
+    SandboxClient,
+    Sessions,
+    Terminal,
+    Tunnels,
+)
 
 __all__ = [
     "AsyncCommandHandle",
@@ -30,6 +40,7 @@ __all__ = [
     "AsyncSandboxClient",
     "AsyncSessions",
     "AsyncTerminal",
+    "AsyncTunnels",
     "ClientSettings",
     "CommandHandle",
     "Commands",
@@ -42,4 +53,5 @@ __all__ = [
     "SandboxClient",
     "Sessions",
     "Terminal",
+    "Tunnels",
 ]

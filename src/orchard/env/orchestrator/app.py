@@ -23,6 +23,7 @@ from orchard.env.orchestrator.routes import (
     sandboxes,
     service,
     streams,
+    tunnels,
 )
 from orchard.env.orchestrator.routes.base import LeanRoute
 from orchard.env.orchestrator.settings import ServiceSettings
@@ -74,7 +75,7 @@ def create_app(settings: ServiceSettings, runtime: Runtime, store: Store) -> Ser
     # Most frequent first: routes are tried in order.
     own = [
         route
-        for part in (sandboxes, jobs, files, contents, streams, images, events, service, pty)
+        for part in (sandboxes, jobs, files, contents, streams, tunnels, images, events, service, pty)
         for route in part.routes.routes
     ]
     app.router.routes[:0] = own

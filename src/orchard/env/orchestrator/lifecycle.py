@@ -31,6 +31,7 @@ from orchard.env.orchestrator.sandbox import Sandbox
 from orchard.env.orchestrator.settings import ServiceSettings
 from orchard.env.orchestrator.stores.base import Store
 from orchard.env.orchestrator.tracing import Tracing
+from orchard.env.orchestrator.tunnels import Tunnels
 from orchard.env.runtimes.base import Handle, Postmortem, Runtime, StartFailed
 
 _log = logging.getLogger(__name__)
@@ -39,14 +40,14 @@ _FREE_ATTEMPTS = 4
 
 
 class Dependents(Protocol):
-    """What must know of a sandbox's end: its jobs."""
+    """What must know of a sandbox's end: its jobs and tunnels."""
 
     def sandbox_ended(self, sandbox: Sandbox, error: OrchardError) -> None: ...
 
 
 class Lifecycle:
     def __init__(self, settings: ServiceSettings, runtime: Runtime, store: Store, catalog: Catalog,
-                 metrics: Metrics, events: EventLog, tracing: Tracing | None,
+                 metrics: Metrics, events: EventLog, tunnels: Tunnels, tracing: Tracing | None,
                  boot: str) -> None:  # fmt: skip
         self._settings = settings
         self._runtime = runtime
@@ -54,13 +55,14 @@ class Lifecycle:
         self._catalog = catalog
         self._metrics = metrics
         self._events = events
+        self._tunnels = tunnels
         self._tracing = tracing
         self._boot = boot
         self._admission = Admission(catalog, metrics, settings.max_sandboxes)
         self._tasks: set[asyncio.Task[None]] = set()
         self.queue = CreateQueue(settings.max_starting, settings.max_queue, self._begin_start)
         self.reaper = Reaper(self._deadline, self._expire)
-        self.dependents: list[Dependents] = []
+        self.dependents: list[Dependents] = [tunnels]
         self.closing = False
 
     # ----------------------------------------------------------------------------------------- creation
@@ -68,9 +70,12 @@ class Lifecycle:
     async def create(self, principal: Principal, body: CreateSandbox) -> Sandbox:
         """Accept a new sandbox, or find the same one accepted before. Durable when it returns.
 
-        Raises `Conflict` when the id is taken by something else, `Forbidden`, `QuotaExceeded`, `Overloaded`.
+        Raises `Conflict` when the id is taken by something else, `Forbidden`, `TargetNotAllowed`, `QuotaExceeded`,
+        `Overloaded`.
         """
         check_image(principal, body.image)
+        if body.tunnels:
+            self._tunnels.check(body.tunnels)
         sandbox_id = body.sandbox_id or new_id(principal.owner, body.idempotency_key)
         digest = body_digest(body)
         if body.sandbox_id or body.idempotency_key:
@@ -144,6 +149,8 @@ class Lifecycle:
             await self._store.flush()
             self._events.publish(EventType.STARTING, sandbox)
             handle = await self._create_in_runtime(sandbox)
+            if sandbox.body.tunnels and sandbox.live:
+                await self._tunnels.open_first(sandbox)
             self._metrics.start_seconds.observe(time.monotonic() - began)
             await self.became_ready(sandbox, handle)
         except StartFailed as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -17,6 +18,17 @@ _COMMAND_BUCKETS = (0.002, 0.005, 0.01, 0.025, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 
 _FILE_BUCKETS = (0, 1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20, 256 << 20)
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _HTTP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1, 5, 30)
+
+
+@dataclass(frozen=True, slots=True)
+class TunnelMeter:
+    """The series of one target."""
+
+    open: Gauge
+    connections: Counter
+    failures: Counter
+    sent: Counter
+    received: Counter
 
 
 class Metrics:
@@ -64,6 +76,20 @@ class Metrics:
         self.event_streams_dropped = Counter(
             "orchard_event_streams_dropped", "Readers of GET /events that were too slow", registry=registry
         )
+        self._tunnels_open = Gauge(
+            "orchard_tunnel_connections_open", "Connections through tunnels", ["target"], registry=registry
+        )
+        self._tunnel_connections = Counter(
+            "orchard_tunnel_connections", "Connections made through tunnels", ["target"], registry=registry
+        )
+        self._tunnel_failures = Counter(
+            "orchard_tunnel_failures", "Those of them that were refused or broken by the target's side", ["target"],
+            registry=registry,
+        )  # fmt: skip
+        self._tunnel_bytes = Counter(
+            "orchard_tunnel_bytes", "Bytes from sandboxes (out) and to them (in) through tunnels",
+            ["target", "direction"], registry=registry,
+        )  # fmt: skip
         self._requests = Counter(
             "orchard_http_requests", "Answers", ["method", "route", "status"], registry=registry
         )
@@ -88,6 +114,16 @@ class Metrics:
         if histogram is None:
             histogram = self._seconds_children[method, route] = self._seconds.labels(method, route)
         histogram.observe(seconds)
+
+    def tunnel_meter(self, target: str) -> TunnelMeter:
+        """What counts the tunnels to a target; its name is the operator's, so that there are few."""
+        return TunnelMeter(
+            self._tunnels_open.labels(target),
+            self._tunnel_connections.labels(target),
+            self._tunnel_failures.labels(target),
+            self._tunnel_bytes.labels(target, "out"),
+            self._tunnel_bytes.labels(target, "in"),
+        )
 
     def watch(self, counts: Callable[[], dict[str, int]], queued: Callable[[], int], starting: Callable[[], int],
               jobs: Callable[[], int]) -> None:  # fmt: skip

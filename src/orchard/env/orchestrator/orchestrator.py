@@ -30,6 +30,7 @@ from orchard.env.orchestrator.stores.base import JobRecord, Store
 from orchard.env.orchestrator.streaming import Streams
 from orchard.env.orchestrator.terminals import Terminals
 from orchard.env.orchestrator.tracing import Tracing
+from orchard.env.orchestrator.tunnels import Tunnels
 from orchard.env.runtimes.base import Postmortem, Runtime
 
 _log = logging.getLogger(__name__)
@@ -51,8 +52,17 @@ class Orchestrator:
         self.catalog = Catalog(store, self._boot)
         self.agents = Agents(runtime)
         self.events = EventLog(self.metrics)
+        self.tunnels = Tunnels(settings, runtime, store, self.agents, self.metrics, self._boot)
         self.lifecycle = Lifecycle(
-            settings, runtime, store, self.catalog, self.metrics, self.events, self.tracing, self._boot
+            settings,
+            runtime,
+            store,
+            self.catalog,
+            self.metrics,
+            self.events,
+            self.tunnels,
+            self.tracing,
+            self._boot,
         )
         table = JobTable(store, self.metrics, settings.job_cache_bytes, self.tracing)
         self._table = table
@@ -105,6 +115,8 @@ class Orchestrator:
                     await self.lifecycle.became_ready(sandbox, remains)
                 sandbox.note("the service was restarted; the sandbox lives on")
                 await self._adopt_jobs(sandbox, jobs.pop(sandbox.sandbox_id, []))
+                if sandbox.tunnels:
+                    self.tunnels.adopt(sandbox)
             elif sandbox.status is SandboxStatus.PENDING:
                 self.lifecycle.requeue(sandbox)
             else:
@@ -186,6 +198,7 @@ class Orchestrator:
             self._housekeeper.cancel()
         await self.execution.close()
         await self.lifecycle.close()
+        await self.tunnels.stop()
         await self.runtime.close()
 
     async def _keep_house(self) -> None:

@@ -44,7 +44,7 @@ class Sandbox:
 
     lease_s: seconds between heartbeats at most; None while no lease applies. holds: running commands that
     keep the lease from expiring. kept: finished jobs that its agent still holds. ending: the task that frees it,
-    once it has ended. trace: where the spans of its start belong.
+    once it has ended. tunnels: target by port. trace: where the spans of its start belong.
     """
 
     sandbox_id: str
@@ -60,6 +60,7 @@ class Sandbox:
     lease_s: float | None = None
     lease_deadline: float = 0.0
     labels: dict[str, str] = field(default_factory=dict)
+    tunnels: dict[int, str] = field(default_factory=dict)
     status: SandboxStatus = SandboxStatus.PENDING
     status_message: str | None = None
     ready_at: float | None = None
@@ -212,6 +213,7 @@ class Sandbox:
             "expires_at": wall + self.ttl_deadline - now,
             "lease_s": self.lease_s,
             "labels": self.labels,
+            "tunnels": list(self.tunnels.items()),
             "status": self.status.value,
             "status_message": self.status_message,
             "ready_at": self.ready_at,
@@ -244,6 +246,7 @@ class Sandbox:
             lease_s=data["lease_s"],
             lease_deadline=now + (data["lease_s"] or 0.0),
             labels=data["labels"],
+            tunnels=dict(data.get("tunnels", ())),
             status=SandboxStatus(data["status"]),
             status_message=data["status_message"],
             ready_at=data["ready_at"],

@@ -62,6 +62,8 @@ class ServiceSettings:
         pull: `missing` pulls images that are not here from their registry when a sandbox asks for one; `never` does not.
         registry_auth_file: credentials for registries; None looks where skopeo and Docker do.
         insecure_registries: `HOST` or `HOST:PORT` of registries that may do without verified HTTPS.
+        tunnel_targets: `NAME=URL` of what tunnels may lead to, see `orchard.env.orchestrator.tunnels.targets`.
+        tunnel_connect_timeout_s: how long a target may take to accept a connection.
         log_level: debug, info, warning, error or critical.
     """
 
@@ -90,6 +92,8 @@ class ServiceSettings:
     pull: str = "never"
     registry_auth_file: Path | None = None
     insecure_registries: list[str] = field(default_factory=list)
+    tunnel_targets: list[str] = field(default_factory=list)
+    tunnel_connect_timeout_s: float = 10.0
     log_level: str = "info"
 
     def __post_init__(self) -> None:
@@ -113,6 +117,7 @@ class ServiceSettings:
             "ttl_s",
             "heartbeat_timeout_s",
             "agent_lost_after_s",
+            "tunnel_connect_timeout_s",
         ):
             if not getattr(self, name) > 0:
                 raise SettingsError(f"{name} must be positive, not {getattr(self, name)}")

@@ -7,6 +7,7 @@ nothing of REST, keys, queues or clocks: the orchestrator decides, the runtime d
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -123,6 +124,11 @@ class Runtime(Protocol):
 
     async def channel(self, sandbox_id: str) -> AgentChannel:
         """The live channel to its agent. Raises `AgentUnreachable`."""
+        ...
+
+    async def tunnel_connection(self, sandbox_id: str, protocol: asyncio.Protocol) -> None:
+        """Open another connection to its agent, for the frames of `orchard.env.agent.tunnels`, and give it to
+        `protocol`. Raises `AgentUnreachable`."""
         ...
 
     async def adopt(self, states: Mapping[str, dict[str, Any]]) -> dict[str, Handle | Postmortem]:

@@ -52,6 +52,15 @@ class AgentProtocolChannel(asyncio.Protocol):
             # An answer that comes after its caller was cancelled is dropped in `data_received`.
             self._pending.pop(request_id, None)
 
+    def hand_over(self, protocol: asyncio.Protocol) -> None:
+        """Let `protocol` have the connection. To be called before the agent sends anything but answers."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            raise self._unreachable()
+        self._closing, self._transport = True, None
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+
     async def close(self) -> None:
         self._closing = True
         if self._transport is not None:

@@ -6,6 +6,7 @@ from orchard.env.client.aio.files import AsyncFiles
 from orchard.env.client.aio.sandbox import AsyncSandbox
 from orchard.env.client.aio.sessions import AsyncSessions
 from orchard.env.client.aio.terminals import AsyncTerminal
+from orchard.env.client.aio.tunnels import AsyncTunnels
 
 __all__ = [
     "AsyncCommandHandle",
@@ -15,4 +16,5 @@ __all__ = [
     "AsyncSandboxClient",
     "AsyncSessions",
     "AsyncTerminal",
+    "AsyncTunnels",
 ]

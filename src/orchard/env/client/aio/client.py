@@ -24,6 +24,7 @@ from orchard.env.contract import (
     CreateSandbox,
     DeletedMany,
     Health,
+    OpenTunnel,
     Resources,
     SandboxEvent,
     SandboxInfo,
@@ -101,6 +102,7 @@ class AsyncSandboxClient:
         ttl_seconds: float | None = None,
         heartbeat_timeout: float | None = None,
         idempotency_key: str | None = None,
+        tunnels: Sequence[OpenTunnel | Mapping[str, object]] | None = None,
         wait: bool = True,
     ) -> AsyncSandbox:
         """Create a sandbox and wait until it is ready.
@@ -109,7 +111,8 @@ class AsyncSandboxClient:
         "2" or "500m". memory, disk: bytes, "8Gi". timeout: seconds to become ready (default 600). labels: to
         find it with `list`. env, working_dir, user: defaults of its commands. pids: most processes at once.
         ttl_seconds: longest life (default 24 h). heartbeat_timeout: a lease in seconds, from creation on.
-        idempotency_key: your own; a repeat with the same key returns the same sandbox. wait=False: return at
+        idempotency_key: your own; a repeat with the same key returns the same sandbox. tunnels: there when it is
+        ready, as `{"target": NAME, "listen_port": PORT}`; see `Sandbox.tunnels`. wait=False: return at
         once, see `Sandbox.wait_ready`.
 
         Raises `SandboxFailed` with the reason when it cannot start. A sandbox that this call does not return
@@ -132,6 +135,7 @@ class AsyncSandboxClient:
             ttl_seconds=ttl_seconds,
             heartbeat_timeout=heartbeat_timeout,
             idempotency_key=idempotency_key or uuid.uuid4().hex,
+            tunnels=None if tunnels is None else [_tunnel(each) for each in tunnels],
         )
         mine = sandbox_id is None and idempotency_key is None
         with_id = [str(request.sandbox_id)] if mine else []
@@ -355,6 +359,10 @@ def _with_id_and_key(request: CreateSandbox, with_id: SandboxIds) -> CreateSandb
         fields["sandbox_id"] = _new_sandbox_id()
         with_id.append(fields["sandbox_id"])
     return request.model_copy(update=fields)
+
+
+def _tunnel(tunnel: OpenTunnel | Mapping[str, object]) -> OpenTunnel:
+    return tunnel if isinstance(tunnel, OpenTunnel) else build(OpenTunnel, **tunnel)
 
 
 def _new_sandbox_id() -> str:

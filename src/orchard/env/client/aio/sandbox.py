@@ -15,6 +15,7 @@ from orchard.env.client.aio.commands import AsyncCommands, Command, exec_request
 from orchard.env.client.aio.files import AsyncFiles, FileEntries, LocalPath
 from orchard.env.client.aio.sessions import AsyncSessions
 from orchard.env.client.aio.terminals import AsyncTerminal, attach_terminal, open_terminal
+from orchard.env.client.aio.tunnels import AsyncTunnels
 from orchard.env.client.exits import OwnedSandboxes
 from orchard.env.client.results import JobResult
 from orchard.env.client.transport import Repeat, Transport, build, encode, path_of, wait_query
@@ -80,6 +81,11 @@ class AsyncSandbox:
     def sessions(self) -> AsyncSessions:
         """Named shells; see `exec(session=…)`."""
         return AsyncSessions(self._transport, self.sandbox_id)
+
+    @property
+    def tunnels(self) -> AsyncTunnels:
+        """Ports inside it that lead to targets of the operator."""
+        return AsyncTunnels(self._transport, self.sandbox_id)
 
     @property
     def files(self) -> AsyncFiles:

@@ -7,5 +7,15 @@ from orchard.env.client.sync.files import Files
 from orchard.env.client.sync.sandbox import Sandbox
 from orchard.env.client.sync.sessions import Sessions
 from orchard.env.client.sync.terminals import Terminal
+from orchard.env.client.sync.tunnels import Tunnels
 
-__all__ = ["CommandHandle", "Commands", "Files", "Sandbox", "SandboxClient", "Sessions", "Terminal"]
+__all__ = [
+    "CommandHandle",
+    "Commands",
+    "Files",
+    "Sandbox",
+    "SandboxClient",
+    "Sessions",
+    "Terminal",
+    "Tunnels",
+]

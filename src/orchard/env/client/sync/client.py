@@ -13,7 +13,7 @@ from orchard.env.client.portal import Portal
 from orchard.env.client.results import JobResult
 from orchard.env.client.settings import ClientSettings
 from orchard.env.client.sync.sandbox import Sandbox
-from orchard.env.contract import CreateSandbox, Health, Resources, SandboxEvent, ServiceInfo
+from orchard.env.contract import CreateSandbox, Health, OpenTunnel, Resources, SandboxEvent, ServiceInfo
 from orchard.env.errors import OrchardError
 
 SandboxIds: TypeAlias = list[str]
@@ -70,6 +70,7 @@ class SandboxClient:
         ttl_seconds: float | None = None,
         heartbeat_timeout: float | None = None,
         idempotency_key: str | None = None,
+        tunnels: Sequence[OpenTunnel | Mapping[str, object]] | None = None,
         wait: bool = True,
     ) -> Sandbox:
         """Create a sandbox and wait until it is ready.
@@ -78,7 +79,8 @@ class SandboxClient:
         "2" or "500m". memory, disk: bytes, "8Gi". timeout: seconds to become ready (default 600). labels: to
         find it with `list`. env, working_dir, user: defaults of its commands. pids: most processes at once.
         ttl_seconds: longest life (default 24 h). heartbeat_timeout: a lease in seconds, from creation on.
-        idempotency_key: your own; a repeat with the same key returns the same sandbox. wait=False: return at
+        idempotency_key: your own; a repeat with the same key returns the same sandbox. tunnels: there when it is
+        ready, as `{"target": NAME, "listen_port": PORT}`; see `Sandbox.tunnels`. wait=False: return at
         once, see `Sandbox.wait_ready`.
 
         Raises `SandboxFailed` with the reason when it cannot start. A sandbox that this call does not return
@@ -103,6 +105,7 @@ class SandboxClient:
                     ttl_seconds=ttl_seconds,
                     heartbeat_timeout=heartbeat_timeout,
                     idempotency_key=idempotency_key,
+                    tunnels=tunnels,
                     wait=wait,
                 )
             ),

@@ -14,6 +14,7 @@ from orchard.env.client.sync.commands import Command, Commands
 from orchard.env.client.sync.files import FileEntries, Files, LocalPath
 from orchard.env.client.sync.sessions import Sessions
 from orchard.env.client.sync.terminals import Terminal
+from orchard.env.client.sync.tunnels import Tunnels
 from orchard.env.contract import (
     FileWritten,
     Heartbeat,
@@ -63,6 +64,11 @@ class Sandbox:
     def sessions(self) -> Sessions:
         """Named shells; see `exec(session=…)`."""
         return Sessions(self._portal, self._async.sessions)
+
+    @property
+    def tunnels(self) -> Tunnels:
+        """Ports inside it that lead to targets of the operator."""
+        return Tunnels(self._portal, self._async.tunnels)
 
     @property
     def files(self) -> Files:

@@ -247,21 +247,29 @@ class LocalRuntime:
 
     async def _connect(self, handle: LocalHandle) -> AgentProtocolChannel:
         """Open and authenticate another channel to the agent of a sandbox."""
-        sandbox_id = handle.sandbox_id
+        handle.channel = await self._dial(handle.sandbox_id, lambda: self._channel_lost(handle))
+        return handle.channel
+
+    async def tunnel_connection(self, sandbox_id: str, protocol: asyncio.Protocol) -> None:
+        channel = await self._dial(sandbox_id, None, use="tunnels")
+        channel.hand_over(protocol)
+
+    async def _dial(
+        self, sandbox_id: str, on_lost: Callable[[], None] | None, **hello: str
+    ) -> AgentProtocolChannel:
         path = f"/proc/self/fd/{self._sandboxes_fd}/{sandbox_id}/agent.sock"
         loop = asyncio.get_running_loop()
         try:
             _, channel = await loop.create_unix_connection(
-                lambda: AgentProtocolChannel(sandbox_id, lambda: self._channel_lost(handle)), path
+                lambda: AgentProtocolChannel(sandbox_id, on_lost), path
             )
         except OSError as error:
             raise AgentUnreachable(f"the agent of sandbox {sandbox_id} does not listen: {error}") from None
         try:
-            await channel.call("hello", token=self._token(sandbox_id))
+            await channel.call("hello", token=self._token(sandbox_id), **hello)
         except BaseException:
             await channel.close()
             raise
-        handle.channel = channel
         return channel
 
     def _token(self, sandbox_id: str) -> str:
