@@ -8,7 +8,7 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.support.rest import Rest
@@ -31,11 +31,13 @@ class Service:
         arguments: Sequence[str] = (),
         api_key: str | None = "",
         host: str = "127.0.0.1",
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.state_dir = state_dir
         self.api_key = secrets.token_hex(16) if api_key == "" else api_key
         self.mark = secrets.token_hex(16)
         self.arguments = [*arguments]
+        self._environment = dict(environment or {})
         self.base_url = ""
         self._host = host
         self._port = 0
@@ -76,7 +78,7 @@ class Service:
         """Returns when it has printed its URL. Another start listens on the same port."""
         self._starts += 1
         env = {k: v for k, v in os.environ.items() if not k.startswith(("ORCHARD_", "SANDBOX_"))}
-        env["ORCHARD_TEST_MARK"] = self.mark
+        env.update(self._environment, ORCHARD_TEST_MARK=self.mark)
         with self.out_path.open("wb") as out, self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 self.command(), stdin=subprocess.DEVNULL, stdout=out, stderr=log, env=env

@@ -30,7 +30,7 @@ def test_nothing_is_read_from_the_environment_by_itself(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("field", "value"),
     [("port", 70_000), ("port", "x"), ("port", True), ("max_starting", 0), ("ttl_s", "-1"), ("ttl_s", "nan"),
-     ("log_level", "loud"), ("api_keys", [""]), ("max_sandboxes", 0), ("nonsense", 1)],
+     ("log_level", "loud"), ("tunnel_connect_timeout_s", 0), ("api_keys", [""]), ("max_sandboxes", 0), ("nonsense", 1)],
 )  # fmt: skip
 def test_senseless_values_are_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(SettingsError, match="API key" if field == "api_keys" else field):

@@ -31,7 +31,7 @@ from orchard.env.orchestrator.sandbox import Sandbox
 from orchard.env.orchestrator.settings import ServiceSettings
 from orchard.env.orchestrator.stores.base import Store
 from orchard.env.orchestrator.tracing import Tracing
-from orchard.env.orchestrator.tunnels import Tunnels
+from orchard.env.orchestrator.tunnels.manager import Tunnels
 from orchard.env.runtimes.base import Handle, Postmortem, Runtime, StartFailed
 
 _log = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from orchard.env.orchestrator.stores.base import JobRecord, Store
 from orchard.env.orchestrator.streaming import Streams
 from orchard.env.orchestrator.terminals import Terminals
 from orchard.env.orchestrator.tracing import Tracing
-from orchard.env.orchestrator.tunnels import Tunnels
+from orchard.env.orchestrator.tunnels.manager import Tunnels
 from orchard.env.runtimes.base import Postmortem, Runtime
 
 _log = logging.getLogger(__name__)

@@ -21,6 +21,7 @@ from orchard.env.contract import (
     FINISHED_JOB_RETENTION_S,
 )
 from orchard.env.errors import SettingsError
+from orchard.env.orchestrator.tunnels.targets import parse_targets
 from orchard.env.paths import default_state_dir
 
 ENV_PREFIX = "ORCHARD_"
@@ -131,6 +132,7 @@ class ServiceSettings:
             raise SettingsError(
                 f"log_level {self.log_level!r} is unknown: use one of {', '.join(_LOG_LEVELS)}"
             )
+        parse_targets(self.tunnel_targets)
         if any(not key for key in self.api_keys):
             raise SettingsError(
                 "an API key is empty; give a long random text, such as the output of `openssl rand -hex 24`"

@@ -1,5 +1,1 @@
 """Tunnels: what user code of a sandbox connects to on its loopback is carried on to a target that the operator allows."""
-
-from orchard.env.orchestrator.tunnels.manager import Tunnels
-
-__all__ = ["Tunnels"]
