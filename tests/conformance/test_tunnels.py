@@ -241,9 +241,8 @@ def test_more_connections_than_there_may_be_are_reset_and_told(tunnelled: Box, t
     code = """
 held, refused = [], 0
 for _ in range(540):
-    s = connect(int(sys.argv[1]))
     try:
-        s.sendall(b"x"); s.recv(1)
+        s = connect(int(sys.argv[1])); s.sendall(b"x"); s.recv(1)
         held.append(s)
     except OSError: refused += 1
 report([len(held), refused])

@@ -435,6 +435,8 @@ class Tunnels:
             for held in [link for link in self.links.values() if not link.announced]:
                 self._announce(held)
             return
+        if kind in (OPEN, FULL):
+            raise TunnelError(f"kind {kind} is for the service")
         link = self.links.get(number)
         if link is None:
             return
@@ -447,10 +449,8 @@ class Tunnels:
             link.watch()
         elif kind == END:
             link.end()
-        elif kind == RESET:
-            link.reset()
         else:
-            raise TunnelError(f"kind {kind} is for the service")
+            link.reset()
 
 
 def _listen(port: int) -> tuple[int, list[socket.socket]]:
