@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import agent, machine
+from benchmarks import agent, machine, tunnels
 from benchmarks.peers import bubblewrap, crun, swerex
 from benchmarks.report import print_table
 from benchmarks.samples import Metrics
@@ -78,7 +78,9 @@ def arguments() -> argparse.Namespace:
         prog="python -m benchmarks", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--quick", action="store_true", help="small numbers, to see that it works; not kept")
-    parser.add_argument("--only", nargs="+", choices=[OURS, "agent", *PEERS], help="measure only these")
+    parser.add_argument(
+        "--only", nargs="+", choices=[OURS, "agent", "tunnels", *PEERS], help="measure only these"
+    )
     parser.add_argument("--output", type=Path, help="where the JSON goes (default: benchmarks/results/)")
     return parser.parse_args()
 
@@ -89,7 +91,7 @@ def measure_all(chosen: list[str], scale: Scale, say: Any) -> tuple[dict[str, Me
     missing: dict[str, str] = {}
     if OURS in chosen:
         results |= measure_service(scale, say)
-    for name, tool in {"agent": agent, **PEERS}.items():
+    for name, tool in {"agent": agent, "tunnels": tunnels, **PEERS}.items():
         if name not in chosen:
             continue
         say(f"{name}: …")
@@ -105,7 +107,7 @@ def main() -> None:
     # Into a file or a pipe, the table is as wide as it needs to be.
     console = Console() if sys.stdout.isatty() else Console(width=180)
     document = machine.describe()
-    chosen = options.only or [OURS, "agent", *PEERS]
+    chosen = options.only or [OURS, "agent", "tunnels", *PEERS]
     document["scale"] = "quick" if options.quick else "full"
     results, missing = measure_all(
         chosen, QUICK if options.quick else FULL, lambda text: console.print(text, style="dim", markup=False)

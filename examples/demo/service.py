@@ -8,7 +8,7 @@ import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +18,7 @@ STOP_WITHIN_S = 60
 
 
 @contextmanager
-def running_service(state_dir: Path) -> Iterator[tuple[str, str]]:
+def running_service(state_dir: Path, arguments: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
     """Starts it, yields its URL and key, stops it at the end. RuntimeError (with its log) if it fails.
 
     A service leaves its sandboxes alive for the next one; this one has none before or after.
@@ -33,6 +33,7 @@ def running_service(state_dir: Path) -> Iterator[tuple[str, str]]:
         "0",
         "--state-dir",
         str(state_dir),
+        *arguments,
     ]
     state_dir.mkdir(parents=True, exist_ok=True)
     # In the environment, not the command line, which every user of the machine may read.

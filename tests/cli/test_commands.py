@@ -85,6 +85,30 @@ def test_run_can_keep_its_sandbox(cli: Cli) -> None:
     assert cli("rm", found[1]).stdout.strip() == found[1]
 
 
+def test_tunnels_of_a_new_sandbox(tmp_path: Path) -> None:
+    server = Service(tmp_path / "state", arguments=("--tunnel-target", "model=http://127.0.0.1:1")).start()
+    env = environment(ORCHARD_BASE_URL=server.base_url, ORCHARD_API_KEY=server.api_key or "")
+    made = run_cli(
+        "create", "host", "--tunnel", "8001=model", "--tunnel", "8002=model", env=env
+    ).stdout.strip()
+    listing = server.rest.get(f"/sandboxes/{made}/tunnels").expect(200)["tunnels"]
+    assert [(each["listen_port"], each["target"]) for each in listing] == [(8001, "model"), (8002, "model")]
+    ran = run_cli("run", "host", "--tunnel", "8001=model", "--", "cat", "/proc/net/tcp", env=env)
+    assert f"0100007F:{8001:04X}" in ran.stdout
+    refused = run_cli("create", "host", "--tunnel", "8001=other", env=env)
+    assert refused.returncode == 1
+    assert "use one of: model" in refused.stderr
+    server.delete_all()
+    assert server.stop() == 0
+
+
+@pytest.mark.parametrize("value", ["model", "8001", "0=model", "x=model", "70000=model", "8001="])
+def test_what_is_no_tunnel_is_a_usage_error(cli: Cli, value: str) -> None:
+    done = cli("create", "host", "--tunnel", value)
+    assert done.returncode == 2
+    assert "PORT=NAME" in done.stderr
+
+
 def test_create_ps_rm(cli: Cli) -> None:
     first = cli("create", "host", "--label", "cli=1", "--memory", "64Mi").stdout.strip()
     second = json.loads(cli("create", "host", "--label", "cli=1", "--json").stdout)["sandbox_id"]

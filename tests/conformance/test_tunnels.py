@@ -265,6 +265,19 @@ def test_tls_is_spoken_and_verified_by_the_service(tunnelled: Box, targets: Targ
     assert tunnel(tunnelled, port)["url"] == f"http://127.0.0.1:{port}"
 
 
+def test_tls_streams_arrive_intact_at_a_reader_that_comes_late(tunnelled: Box, targets: Targets) -> None:
+    """Meanwhile all windows fill: nothing may be read from the target then, nor be lost."""
+    code = """
+s = connect(int(sys.argv[1])); s.sendall(sys.argv[2].encode() + b"\\n")
+time.sleep(0.5)
+digest = hashlib.sha256()
+while piece := s.recv(1 << 18): digest.update(piece)
+report(digest.hexdigest())
+"""
+    expected = hashlib.sha256(PATTERN * (LARGE_BYTES // len(PATTERN))).hexdigest()
+    assert program(tunnelled, code, port_of(targets, "tls-source"), LARGE_BYTES) == expected
+
+
 def test_a_certificate_of_an_unknown_authority_is_refused(own_service: Start, targets: Targets) -> None:
     service = own_service("--tunnel-target", f"tls={targets.urls['tls']}")
     box = service.rest.create("host", tunnels=[{"target": "tls", "listen_port": 8443}])

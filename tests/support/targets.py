@@ -38,8 +38,8 @@ class Targets:
 
     http: answers with the request's path, keep-alive; `/events` sends two events, the second after a request of
     `/release`. ws: a WebSocket that sends back. echo: sends back; after the end of its input its size and SHA-256.
-    source: told a number of bytes, sends as many, ends, and then reads on (`afterwards`). tls: http, over TLS. unix: echo.
-    mute: accepts and says nothing, though https is expected. dead: nobody listens.
+    source: told a number of bytes, sends as many, ends, and then reads on (`afterwards`). tls, tls-source: http and source,
+    over TLS. unix: echo. mute: accepts and says nothing, though https is expected. dead: nobody listens.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -74,6 +74,7 @@ class Targets:
         await self._listen("echo", "tcp", _echo)
         await self._listen("source", "tcp", self._source)
         await self._listen("tls", "https", self._http, ssl=self._context)
+        await self._listen("tls-source", "https", self._source, ssl=self._context)
         await self._listen("mute", "https", _mute)
         self._servers.append(await asyncio.start_unix_server(_echo, self._socket))
         self.urls["unix"] = f"unix://{self._socket}"
@@ -114,6 +115,8 @@ class Targets:
                 writer.write(PATTERN[:left])
                 left -= len(PATTERN)
                 await writer.drain()
+            if not writer.can_write_eof():
+                return  # of TLS
             writer.write_eof()
             self.afterwards.set_result(await reader.read())
         except Exception:

@@ -21,10 +21,12 @@ from orchard.env.agent.tunnels import (
     WINDOW_BYTES,
     Cutter,
 )
+from orchard.env.contract import CreateSandbox
 from orchard.env.errors import SettingsError
+from orchard.env.orchestrator.identity import body_digest
 from orchard.env.orchestrator.metrics import Metrics
 from orchard.env.orchestrator.settings import ServiceSettings
-from orchard.env.orchestrator.tunnels.relay import Relay, Tunnel, TunnelStream
+from orchard.env.orchestrator.tunnels.relay import Load, Relay, Tunnel, TunnelStream
 from orchard.env.orchestrator.tunnels.targets import Target, parse_target, parse_targets
 
 # -- targets
@@ -83,7 +85,7 @@ class Agent:
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.tunnel = Tunnel(80, "t", Metrics().tunnel_meter("t"), self.notes.append)
-        self.stream = TunnelStream("sb", {80: self.tunnel}.get, self._connect, 5.0)
+        self.stream = TunnelStream("sb", {80: self.tunnel}.get, self._connect, 5.0, Load(1000))
         self.gate = asyncio.Event()
         self.gate.set()
         self.targets: asyncio.Queue[socket.socket] = asyncio.Queue()
@@ -152,6 +154,21 @@ async def test_a_port_that_is_no_tunnel_leads_nowhere() -> None:
     await agent.lost()
 
 
+async def test_there_are_only_so_many_connections_of_all_sandboxes() -> None:
+    agent = await Agent().start()
+    agent.stream.load.limit = 1
+    agent.send(OPEN, 1, 80)
+    agent.send(OPEN, 2, 80)
+    assert (await agent.frame())[:2] == (RESET, 2)
+    assert "all sandboxes" in (agent.tunnel.last_error or "")
+    agent.send(RESET, 1)
+    agent.send(OPEN, 3, 80)
+    agent.send(OPEN, 4, 80)
+    assert (await agent.frame())[:2] == (RESET, 4), "the place of the first is free again"
+    agent.stream.close()
+    await agent.lost()
+
+
 async def test_what_comes_before_the_target_is_there_is_kept_for_it() -> None:
     agent = await Agent().start()
     agent.gate.clear()
@@ -196,3 +213,9 @@ async def test_the_same_failure_is_noted_once() -> None:
     agent.tunnel.failed("broken")
     assert agent.tunnel.failed_connections == 4
     assert agent.notes == ["tunnel on port 80 to t: refused", "tunnel on port 80 to t: broken"]
+
+
+def test_creations_without_tunnels_mean_what_they_did_before() -> None:
+    """A record of an earlier version holds this digest: a repeated creation must find it."""
+    digest = "23809e608433c088f105d6be60b0775d8adef08bb7e56d19814bb13ec62255e7"
+    assert body_digest(CreateSandbox(image="host", cpu="2", labels={"a": "b"})) == digest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import ssl
 from collections.abc import Iterable
 from functools import partial
@@ -16,7 +17,7 @@ from orchard.env.orchestrator.metrics import Metrics
 from orchard.env.orchestrator.sandbox import Sandbox
 from orchard.env.orchestrator.settings import ServiceSettings
 from orchard.env.orchestrator.stores.base import Store
-from orchard.env.orchestrator.tunnels.relay import Relay, Tunnel, TunnelStream
+from orchard.env.orchestrator.tunnels.relay import Load, Relay, Tunnel, TunnelStream
 from orchard.env.orchestrator.tunnels.targets import parse_targets
 from orchard.env.runtimes.base import Runtime
 
@@ -53,6 +54,8 @@ class Tunnels:
         self._context: ssl.SSLContext | None = None
         if any(target.tls for target in self._targets.values()):
             self._context = ssl.create_default_context()
+        # The other half is for clients, agents and files.
+        self._load = Load(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._boxes: dict[str, _Box] = {}
         self._closing = False
 
@@ -184,7 +187,11 @@ class Tunnels:
         pause_s = _RETRY_S
         while True:
             stream = TunnelStream(
-                box.sandbox.sandbox_id, box.tunnels.get, partial(self._connect, box), self._timeout_s
+                box.sandbox.sandbox_id,
+                box.tunnels.get,
+                partial(self._connect, box),
+                self._timeout_s,
+                self._load,
             )
             try:
                 async with asyncio.timeout(_CONNECT_S):

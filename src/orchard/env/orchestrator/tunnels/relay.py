@@ -68,6 +68,14 @@ class Tunnel:
         self.meter.failures.inc()
 
 
+@dataclass(slots=True)
+class Load:
+    """Connections of all sandboxes together: each takes a descriptor of the service."""
+
+    limit: int
+    open: int = 0
+
+
 Connect = Callable[[Tunnel, "Relay"], Awaitable[None]]
 
 
@@ -243,6 +251,7 @@ class Relay(asyncio.BufferedProtocol):
         if self._drain is not None:
             self._drain.cancel()
         self._stream.forget(self._number, self)
+        self._stream.load.open -= 1
         self.tunnel.open_connections -= 1
         self.tunnel.meter.open.dec()
 
@@ -253,13 +262,13 @@ class TunnelStream(asyncio.Protocol):
     `lost` is set when the connection has ended.
     """
 
-    def __init__(
-        self, sandbox_id: str, lookup: Callable[[int], Tunnel | None], connect: Connect, timeout_s: float
-    ) -> None:
+    def __init__(self, sandbox_id: str, lookup: Callable[[int], Tunnel | None], connect: Connect,
+                 timeout_s: float, load: Load) -> None:  # fmt: skip
         self._sandbox_id = sandbox_id
         self._lookup = lookup
         self._connect = connect
         self._timeout_s = timeout_s
+        self.load = load
         self._cutter = Cutter()
         self._transport: asyncio.Transport | None = None
         self._relays: dict[int, Relay] = {}
@@ -312,6 +321,11 @@ class TunnelStream(asyncio.Protocol):
         if tunnel is None:
             self.send(RESET, number)
             return
+        if self.load.open >= self.load.limit:
+            tunnel.failed(f"refused: the service carries {self.load.limit} connections of all sandboxes")
+            self.send(RESET, number)
+            return
+        self.load.open += 1
         tunnel.total_connections += 1
         tunnel.open_connections += 1
         tunnel.meter.connections.inc()
