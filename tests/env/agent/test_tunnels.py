@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from orchard.env.agent import tunnels as module
 from orchard.env.agent.job import AgentError
-from orchard.env.agent.loop import READ, Loop
-from orchard.env.agent.tunnels import (
+from orchard.env.agent.links import (
     DATA,
     END,
     FULL,
@@ -30,8 +29,9 @@ from orchard.env.agent.tunnels import (
     WINDOW_BYTES,
     Cutter,
     TunnelError,
-    Tunnels,
 )
+from orchard.env.agent.loop import READ, Loop
+from orchard.env.agent.tunnels import Tunnels
 
 WAIT_S = 30.0
 

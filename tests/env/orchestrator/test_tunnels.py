@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orchard.env.agent.tunnels import (
+from orchard.env.agent.links import (
     DATA,
     END,
     HEAD,

@@ -12,7 +12,7 @@ Operations (→ answer fields; `+ payload` marks raw bytes):
 
     hello     token, configure {env, working_dir, user}?, use?  → version, pid, boot_id, jobs (count)
               `configure` sets the defaults of every later command: once, by the first peer after creation
-              With `use: "tunnels"` (told back) the connection is from then on that of `orchard.env.agent.tunnels`.
+              With `use: "tunnels"` (told back) the connection is from then on that of `orchard.env.agent.links`.
     ping                                              → now
     exec      job_id, command, timeout_s, grace_s, cwd, env, user, login_shell, stdin_size, stdin_open,
               max_output_bytes, max_spool_bytes, background, concurrent, wait, internal,

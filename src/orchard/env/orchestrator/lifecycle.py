@@ -70,8 +70,7 @@ class Lifecycle:
     async def create(self, principal: Principal, body: CreateSandbox) -> Sandbox:
         """Accept a new sandbox, or find the same one accepted before. Durable when it returns.
 
-        Raises `Conflict` when the id is taken by something else, `Forbidden`, `TargetNotAllowed`, `QuotaExceeded`,
-        `Overloaded`.
+        Raises `Conflict` (the id is taken), `Forbidden`, `TargetNotAllowed`, `QuotaExceeded`, `Overloaded`.
         """
         check_image(principal, body.image)
         if body.tunnels:

@@ -127,7 +127,7 @@ class Runtime(Protocol):
         ...
 
     async def tunnel_connection(self, sandbox_id: str, protocol: asyncio.Protocol) -> None:
-        """Open another connection to its agent, for the frames of `orchard.env.agent.tunnels`, and give it to
+        """Open another connection to its agent, for the frames of `orchard.env.agent.links`, and give it to
         `protocol`. Raises `AgentUnreachable`."""
         ...
 

@@ -156,6 +156,8 @@ class Tunnels:
         boxes = list(self._boxes.values())
         for box in boxes:
             self._let_go(box)
+            # Whoever waits for it has what is durable: the next service connects.
+            box.connected.set()
         await asyncio.gather(*(box.keeper for box in boxes if box.keeper is not None), return_exceptions=True)
 
     def _let_go(self, box: _Box) -> None:

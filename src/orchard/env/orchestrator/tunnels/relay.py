@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import cast
 
-from orchard.env.agent.tunnels import (
+from orchard.env.agent.links import (
     DATA,
     END,
     FULL,
