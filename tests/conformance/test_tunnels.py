@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from tests.conformance.conftest import end_and_check
 from tests.conformance.runtimes import Images, RuntimeCase
 from tests.support.inside import PRELUDE, inside
+from tests.support.keys import Tenant, write_keys_file
 from tests.support.machine import resident_bytes
 from tests.support.rest import Answer, Box, Rest
 from tests.support.sdk import open_sdk
@@ -20,6 +20,7 @@ from tests.support.targets import PATTERN, Targets
 from tests.support.waiting import Stopwatch, eventually
 
 Start = Callable[..., Service]
+SOME = Tenant("some", tunnel_targets=["http"])
 LARGE_BYTES = 64 << 20
 #: Far less than what goes through, far more than what windows and buffers hold.
 GROWTH_BYTES = 24 << 20
@@ -64,10 +65,12 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Targets]:
 def tunnelling(
     runtime: RuntimeCase, targets: Targets, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Service]:
-    """A service that allows the targets."""
+    """A service that allows the targets; to one key, one of them."""
+    folder = tmp_path_factory.mktemp("tunnels")
+    keys = write_keys_file(folder / "keys.json", [SOME])
     server = Service(
-        tmp_path_factory.mktemp("tunnels") / "state",
-        arguments=(*runtime.serve_arguments, *targets.arguments),
+        folder / "state",
+        arguments=(*runtime.serve_arguments, *targets.arguments, "--keys-file", str(keys)),
         environment={"SSL_CERT_FILE": str(targets.authority), "ORCHARD_TUNNEL_CONNECT_TIMEOUT_S": "1"},
     ).start()
     yield server
@@ -448,6 +451,17 @@ def test_tunnels_of_others_are_not_to_be_seen(tunnelled: Box) -> None:
     assert tunnelled.rest.get("/sandboxes/no-such/tunnels").status == 404
 
 
+def test_a_key_may_be_kept_to_some_targets(tunnelling: Service) -> None:
+    rest = tunnelling.rest.with_key(SOME.key)
+    answer = rest.post("/sandboxes", {"image": "host", "tunnels": [{"target": "echo"}]})
+    assert (answer.code, answer.json["detail"].partition("use one of: ")[2]) == ("target_not_allowed", "http")
+    box = rest.create("host", tunnels=[{"target": "http", "listen_port": 8001}])
+    assert program(box, "report(get(8001))") == "/x"
+    assert post(box, "echo").code == "target_not_allowed"
+    assert post(Box(tunnelling.rest, box.id), "echo").status == 200, "an admin's key is not"
+    box.delete()
+
+
 def test_metrics_count_by_target(tunnelled: Box, tunnelling: Service, targets: Targets) -> None:
     program(tunnelled, "report(get(int(sys.argv[1])))", port_of(targets, "http"))
     text = tunnelling.rest.raw("GET", "/metrics").body.decode()
@@ -531,9 +545,3 @@ def test_a_target_that_is_no_longer_allowed_stays_listed_and_leads_nowhere(
     box = Box(service.rest, box.id)
     assert "not allowed" in tunnel(box, 8001)["last_error"]
     assert program(box, "report(attempt(lambda: (connect(8001).recv(1), 'OK')[1]))") == "ECONNRESET"
-
-
-def test_bad_targets_are_told_at_start(runtime: RuntimeCase, tmp_path: Path) -> None:
-    service = Service(tmp_path / "state", arguments=(*runtime.serve_arguments, "--tunnel-target", "model"))
-    with pytest.raises(AssertionError, match="NAME=URL"):
-        service.start()

@@ -20,11 +20,12 @@ class Tenant:
     max_cpu: float | str | None = None
     max_memory: int | str | None = None
     creates_per_minute: int | None = None
+    tunnel_targets: list[str] | None = None
     key: str = field(default_factory=lambda: secrets.token_hex(16))
 
     def entry(self) -> dict[str, object]:
         digest = "sha256:" + hashlib.sha256(self.key.encode()).hexdigest()
-        names = ("max_sandboxes", "max_cpu", "max_memory", "creates_per_minute")
+        names = ("max_sandboxes", "max_cpu", "max_memory", "creates_per_minute", "tunnel_targets")
         quotas = {name: value for name in names if (value := getattr(self, name)) is not None}
         return {"owner": self.owner, "role": self.role, "hash": digest, **quotas}
 

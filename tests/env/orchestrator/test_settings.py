@@ -99,6 +99,7 @@ def test_keys_name_their_owner_and_role(tmp_path: Path) -> None:
         [{"owner": "alice", "hash": hash_key("x"), "max_sandboxes": True}],
         [{"owner": "alice", "hash": hash_key("x"), "max_cpu": 0}],
         [{"owner": "alice", "hash": hash_key("x"), "max_cpu": "many"}],
+        [{"owner": "alice", "hash": hash_key("x"), "tunnel_targets": "model"}],
         [{"owner": "alice", "hash": hash_key("x"), "max_memory": -5}],
         [{"owner": "alice", "hash": hash_key("x"), "max_memory": [1]}],
         [{"owner": "alice", "hash": hash_key("x"), "creates_per_minute": 0}],

@@ -9,6 +9,7 @@ A keys file is a YAML or JSON list of tenants::
       max_cpu: 64           # cores over its live sandboxes; each must then give `cpu`
       max_memory: 256Gi     # bytes over its live sandboxes; each must then give `memory`
       creates_per_minute: 60
+      tunnel_targets: [model]   # optional: which of the service's targets; [] for none
 
 Keys without quotas, admin or not, may use what the service has. Keys are long random texts, so a plain SHA-256 of
 them is as good as a slow hash, and costs a microsecond.
@@ -40,11 +41,12 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who calls, and what the key that was used allows."""
+    """Who calls, and what the key that was used allows. tunnel_targets: by name; None for all that there are."""
 
     owner: str
     role: Role = Role.USER
     quotas: Quotas = NO_QUOTAS
+    tunnel_targets: frozenset[str] | None = None
 
     @property
     def admin(self) -> bool:
@@ -124,7 +126,7 @@ def check_entry(where: str, entry: Any) -> tuple[str, Principal]:
     """Hash and principal of one entry of a keys file. Raises `SettingsError` that begins with `where`."""
     if not isinstance(entry, dict):
         raise SettingsError(f"{where}: expected a mapping with owner and hash")
-    unknown = set(entry) - {"owner", "role", "hash"} - QUOTA_NAMES
+    unknown = set(entry) - {"owner", "role", "hash", "tunnel_targets"} - QUOTA_NAMES
     if unknown:
         raise SettingsError(f"{where}: unknown {', '.join(sorted(map(str, unknown)))}")
     owner = entry.get("owner")
@@ -143,4 +145,11 @@ def check_entry(where: str, entry: Any) -> tuple[str, Principal]:
         raise SettingsError(
             f"{where}: hash must be sha256: and 64 hex digits, as `orchard keys new` prints it"
         )
-    return text, Principal(owner, role, quotas)
+    targets = entry.get("tunnel_targets")
+    if targets is not None and not (
+        isinstance(targets, list) and all(isinstance(each, str) for each in targets)
+    ):
+        raise SettingsError(
+            f"{where}: tunnel_targets must be a list of names, as [model], not {targets!r:.80}"
+        )
+    return text, Principal(owner, role, quotas, None if targets is None else frozenset(targets))

@@ -74,7 +74,7 @@ class Lifecycle:
         """
         check_image(principal, body.image)
         if body.tunnels:
-            self._tunnels.check(body.tunnels)
+            self._tunnels.check(principal, body.tunnels)
         sandbox_id = body.sandbox_id or new_id(principal.owner, body.idempotency_key)
         digest = body_digest(body)
         if body.sandbox_id or body.idempotency_key:

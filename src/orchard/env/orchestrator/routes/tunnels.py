@@ -31,6 +31,7 @@ async def open_tunnel(request: Request, sandbox_id: str, body: OpenTunnel) -> Re
     there already, with the same `listen_port` and target, is answered as it is."""
     service = orchestrator(request)
     sandbox = await service.catalog.ready_one(principal(request), sandbox_id)
+    service.tunnels.check(principal(request), [body])
     (opened,) = await service.tunnels.open(sandbox, [body])
     return json_of(opened)
 

@@ -13,6 +13,7 @@ from typing import Any
 from orchard.env.contract import MAX_TUNNELS, OpenTunnel
 from orchard.env.errors import AgentUnreachable, InvalidRequest, OrchardError, PortInUse, TargetNotAllowed
 from orchard.env.orchestrator.agents import Agents
+from orchard.env.orchestrator.auth import Principal
 from orchard.env.orchestrator.metrics import Metrics
 from orchard.env.orchestrator.sandbox import Sandbox
 from orchard.env.orchestrator.settings import ServiceSettings
@@ -61,11 +62,14 @@ class Tunnels:
 
     # --------------------------------------------------------------------------------------- what is wanted
 
-    def check(self, wanted: Iterable[OpenTunnel]) -> None:
-        """Raises `TargetNotAllowed` for a target that the operator does not allow."""
+    def check(self, principal: Principal, wanted: Iterable[OpenTunnel]) -> None:
+        """Raises `TargetNotAllowed` for a target that the operator does not allow, or not to this key."""
+        allowed = set(self._targets)
+        if principal.tunnel_targets is not None:
+            allowed &= principal.tunnel_targets
         for tunnel in wanted:
-            if tunnel.target not in self._targets:
-                known = ", ".join(sorted(self._targets))
+            if tunnel.target not in allowed:
+                known = ", ".join(sorted(allowed))
                 raise TargetNotAllowed(
                     f"tunnel target {tunnel.target!r} is not allowed; "
                     + (
@@ -78,9 +82,8 @@ class Tunnels:
     async def open(self, sandbox: Sandbox, wanted: list[OpenTunnel]) -> list[dict[str, Any]]:
         """Open tunnels, all or none; durable and carried on when it returns. Those that are there already are fine.
 
-        The fields of `TunnelInfo` of each. Raises `TargetNotAllowed`, `PortInUse`, `PortNotAllowed`.
+        The fields of `TunnelInfo` of each. Their targets have been checked. Raises `PortInUse`, `PortNotAllowed`.
         """
-        self.check(wanted)
         box = self._box(sandbox)
         async with box.changing:
             self._check_room(box, wanted)
@@ -133,7 +136,7 @@ class Tunnels:
     # ------------------------------------------------------------------------------------- sandboxes' lives
 
     async def open_first(self, sandbox: Sandbox) -> None:
-        """Those that its creation asked for. A target that a restart has forbidden meanwhile fails it."""
+        """Those that its creation asked for."""
         await self.open(sandbox, sandbox.body.tunnels or [])
 
     def adopt(self, sandbox: Sandbox) -> None:
