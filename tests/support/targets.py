@@ -39,13 +39,16 @@ class Targets:
     http: answers with the request's path, keep-alive; `/events` sends two events, the second after a request of
     `/release`. ws: a WebSocket that sends back. echo: sends back; after the end of its input its size and SHA-256.
     source: told a number of bytes, sends as many, ends, and then reads on (`afterwards`). tls, tls-source: http and source,
-    over TLS. unix: echo. mute: accepts and says nothing, though https is expected. dead: nobody listens.
+    over TLS. stranger: tls of an authority that nobody knows. unix: echo. mute: accepts and says nothing, though https is
+    expected. dead: nobody listens.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.authority, certificate, key = make_authority(folder)
-        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self._context.load_cert_chain(certificate, key)
+        self.authority, *files = make_authority(folder)
+        self._context = _tls(*files)
+        (folder / "stranger").mkdir()
+        _, *files = make_authority(folder / "stranger")
+        self._stranger = _tls(*files)
         self._socket = folder / "echo.sock"
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -75,6 +78,7 @@ class Targets:
         await self._listen("source", "tcp", self._source)
         await self._listen("tls", "https", self._http, ssl=self._context)
         await self._listen("tls-source", "https", self._source, ssl=self._context)
+        await self._listen("stranger", "https", self._http, ssl=self._stranger)
         await self._listen("mute", "https", _mute)
         self._servers.append(await asyncio.start_unix_server(_echo, self._socket))
         self.urls["unix"] = f"unix://{self._socket}"
@@ -123,6 +127,12 @@ class Targets:
             pass  # its client went away, or another test has had the result
         finally:
             writer.close()
+
+
+def _tls(certificate: Path, key: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    return context
 
 
 async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

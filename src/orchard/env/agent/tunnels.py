@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from orchard.env.agent.loop import Loop
 
 #: How long a connection is held that came while no service was there, before it is reset.
-HOLD_S = 30.0
+HOLD_S = 60.0
 #: With more than this unsent to the service, links are not read from.
 _UNSENT_BYTES = 1 << 20
 _ACCEPTED_TOGETHER = 64
