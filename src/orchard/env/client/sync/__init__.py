@@ -4,8 +4,9 @@
 from orchard.env.client.sync.client import SandboxClient
 from orchard.env.client.sync.commands import CommandHandle, Commands
 from orchard.env.client.sync.files import Files
+from orchard.env.client.sync.images import Images
 from orchard.env.client.sync.sandbox import Sandbox
 from orchard.env.client.sync.sessions import Sessions
 from orchard.env.client.sync.terminals import Terminal
 
-__all__ = ["CommandHandle", "Commands", "Files", "Sandbox", "SandboxClient", "Sessions", "Terminal"]
+__all__ = ["CommandHandle", "Commands", "Files", "Images", "Sandbox", "SandboxClient", "Sessions", "Terminal"]
