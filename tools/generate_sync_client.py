@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src/orchard/env/client/aio"
 TARGET = ROOT / "src/orchard/env/client/sync"
-MODULES = ("files", "commands", "terminals", "sessions", "tunnels", "sandbox", "client")
+MODULES = ("files", "commands", "terminals", "tunnels", "sessions", "sandbox", "images", "client")
 #: The class that users construct; the others are made by its methods.
 FRONT_DOOR = "AsyncSandboxClient"
 HEADER = "# Generated from aio/{name}.py by tools/generate_sync_client.py; change that and run it.\n"

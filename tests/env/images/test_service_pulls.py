@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from orchard import AsyncSandboxClient
+from orchard.env.errors import Conflict, Forbidden, ImageNotFound, SandboxTimeout
 from tests.env.images.archives import Layout, directory, file, symlink, tar
 from tests.support.images import BUSYBOX
 from tests.support.keys import Tenant, write_keys_file
 from tests.support.machine import pids_with_argument
 from tests.support.registry import Fault, FaultyRegistry, Registry, faulty_registry, running_registry
 from tests.support.rest import Rest
+from tests.support.sdk import open_sdk
 from tests.support.service import Service
 from tests.support.waiting import eventually
 
@@ -169,3 +173,45 @@ def test_an_unknown_policy_is_refused(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "never or missing" in done.stderr
+
+
+@pytest.mark.parametrize("flavour", ["async", "sync"])
+async def test_the_sdk_pulls_lists_and_removes(registry: Registry, service: Service, flavour: str) -> None:
+    ref = pushed(registry, f"by-sdk:{flavour}", flavour)
+    async with open_sdk(flavour, service.base_url, ROOT.key) as sdk:
+        assert (await sdk.images.pull(ref)).name == ref
+        assert ref in [image.name for image in await sdk.images.list()]
+        sandbox = await sdk.create(ref)
+        assert (await sandbox.exec(["/bin/busybox", "cat", "/said"])).stdout == flavour
+        with pytest.raises(Conflict):
+            await sdk.images.remove(ref)
+        await sandbox.delete()
+        await sdk.images.remove(ref)
+        assert ref not in [image.name for image in await sdk.images.list()]
+
+
+async def test_what_a_pull_fails_with_reaches_the_caller_of_the_sdk(
+    registry: Registry, service: Service
+) -> None:
+    async with AsyncSandboxClient(service.base_url, ROOT.key) as client:
+        with pytest.raises(ImageNotFound):
+            await client.images.pull(f"{registry.host}/absent:1")
+        assert [p.status for p in await client.images.pulls() if p.pull.endswith("/absent:1")] == ["failed"]
+    async with AsyncSandboxClient(service.base_url, ALICE.key) as client:
+        with pytest.raises(Forbidden):
+            await client.images.start_pull(f"{registry.host}/absent:1")
+
+
+async def test_a_pull_that_takes_too_long_goes_on(
+    registry: Registry, faulty: FaultyRegistry, service: Service
+) -> None:
+    pushed(registry, "slow-sdk:1", "x")
+    given_up = threading.Event()
+    busy = Fault(429, {"Retry-After": "1"})
+    faulty.decide = lambda _method, path, _n: busy if "/blobs/" in path and not given_up.is_set() else None
+    async with AsyncSandboxClient(service.base_url, ROOT.key) as client:
+        ref = f"{faulty.host}/slow-sdk:1"
+        with pytest.raises(SandboxTimeout):
+            await client.images.pull(ref, timeout_s=0.2)
+        given_up.set()
+        assert (await client.images.pull(ref)).name == ref

@@ -13,6 +13,7 @@ from typing import Self, TypeAlias
 
 from orchard.env.client.aio import jobs
 from orchard.env.client.aio.events import follow
+from orchard.env.client.aio.images import AsyncImages
 from orchard.env.client.aio.sandbox import AsyncSandbox
 from orchard.env.client.exits import OwnedSandboxes
 from orchard.env.client.results import JobResult
@@ -81,6 +82,11 @@ class AsyncSandboxClient:
     def base_url(self) -> str:
         """Where the service is."""
         return self._settings.base_url
+
+    @property
+    def images(self) -> AsyncImages:
+        """The images that the service keeps."""
+        return AsyncImages(self._transport)
 
     # ---------------------------------------------------------------------------------------------- sandboxes
 

@@ -4,6 +4,7 @@
 from orchard.env.client.sync.client import SandboxClient
 from orchard.env.client.sync.commands import CommandHandle, Commands
 from orchard.env.client.sync.files import Files
+from orchard.env.client.sync.images import Images
 from orchard.env.client.sync.sandbox import Sandbox
 from orchard.env.client.sync.sessions import Sessions
 from orchard.env.client.sync.terminals import Terminal
@@ -13,6 +14,7 @@ __all__ = [
     "CommandHandle",
     "Commands",
     "Files",
+    "Images",
     "Sandbox",
     "SandboxClient",
     "Sessions",

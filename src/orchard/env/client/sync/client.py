@@ -12,6 +12,7 @@ from orchard.env.client.aio.sandbox import AsyncSandbox
 from orchard.env.client.portal import Portal
 from orchard.env.client.results import JobResult
 from orchard.env.client.settings import ClientSettings
+from orchard.env.client.sync.images import Images
 from orchard.env.client.sync.sandbox import Sandbox
 from orchard.env.contract import CreateSandbox, Health, OpenTunnel, Resources, SandboxEvent, ServiceInfo
 from orchard.env.errors import OrchardError
@@ -51,6 +52,11 @@ class SandboxClient:
     def base_url(self) -> str:
         """Where the service is."""
         return self._async.base_url
+
+    @property
+    def images(self) -> Images:
+        """The images that the service keeps."""
+        return Images(self._portal, self._async.images)
 
     def create(
         self,
