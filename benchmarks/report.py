@@ -25,14 +25,20 @@ ROWS = (
     ("delete", "delete", ("p50_ms", "p99_ms")),
     ("memory of an idle sandbox", "idle_memory", ("mib_each", "n")),
     ("create, 4 commands, delete", "lifecycle", ("n", "wall_s", "success_rate")),
+    ("output as raw bytes, one reader", "raw_stream", ("mb_per_s", "mib")),
+    ("output as events", "sdk_stream", ("mb_per_s", "mib")),
+    ("a file out of a sandbox", "file_down", ("mb_per_s", "mib")),
+    ("a file into a sandbox", "file_up", ("mb_per_s", "mib")),
+    ("opening 500 terminals, 16 at a time", "pty_open", ("p50_ms", "p99_ms", "wall_s", "n")),
+    ("a byte there and back, 500 open", "pty_echo", ("p50_ms", "p99_ms")),
     ("bare posix_spawn of true", "spawn", ("p50_ms", "p99_ms")),
     ("agent: exec of true", "agent_exec", ("p50_ms", "p99_ms")),
     ("agent over bare spawn", "agent_over_spawn", ("p50_ms",)),
     ("agent: proportional memory", "agent_memory", ("pss_mib",)),
 )
 UNITS = {
-    "p50_ms": "p50 ms", "p99_ms": "p99 ms", "per_s": "per s", "mib_each": "MiB", "n": "sandboxes",
-    "wall_s": "wall s", "success_rate": "success", "pss_mib": "MiB",
+    "p50_ms": "p50 ms", "p99_ms": "p99 ms", "per_s": "per s", "mib_each": "MiB", "n": "number",
+    "wall_s": "wall s", "mb_per_s": "MB/s", "mib": "of MiB", "success_rate": "success", "pss_mib": "MiB",
 }  # fmt: skip
 
 
