@@ -39,6 +39,11 @@ def measure_service(scale: Scale, say: Any) -> dict[str, Metrics]:
         ("load", "exec_true", 2 * scale.execs, 64),
         ("load", "idle_memory", scale.idle, 8),
         ("load", "lifecycle", scale.lifecycles, scale.lifecycles),
+        ("flows", "raw_stream", scale.mib // 2, 1),
+        ("flows", "file_up", scale.mib, 1),
+        ("flows", "file_down", scale.mib, 1),
+        ("flows", "ptys", 0, scale.ptys),
+        ("flows", "sdk_stream", scale.mib // 2, 1),
         ("sdk", "create_first_exec", scale.sequential, 1),
         ("sdk", "exec_true", scale.execs, 1),
         ("sdk", "exec_true", scale.execs, 8),
@@ -50,8 +55,10 @@ def measure_service(scale: Scale, say: Any) -> dict[str, Metrics]:
         running_service(Path(folder) / "state") as (base_url, key),
     ):
         for module, scenario, count, concurrency in plan:
-            say(f"{module}: {scenario}, {count} times, {concurrency} at a time")
-            results[TOOL if module == "load" else "orchard (SDK)"] |= generate(
+            what = f"{count} MiB, {concurrency}" if module == "flows" else f"{count} times, {concurrency}"
+            say(f"{module}: {scenario}, {what} at a time")
+            by_sdk = module == "sdk" or scenario.startswith("sdk_")
+            results["orchard (SDK)" if by_sdk else TOOL] |= generate(
                 base_url, key, module, scenario, count, concurrency
             )
     return results

@@ -31,14 +31,20 @@ ROWS = (
     ("without a tunnel, one connection", "direct_c1", ("p50_ms", "per_s")),
     ("without a tunnel, 8 connections", "direct_c8", ("p50_ms", "per_s")),
     ("the same, a new connection for each", "direct_new_c8", ("p50_ms", "per_s")),
+    ("output as raw bytes, one reader", "raw_stream", ("mb_per_s", "mib")),
+    ("output as events", "sdk_stream", ("mb_per_s", "mib")),
+    ("a file out of a sandbox", "file_down", ("mb_per_s", "mib")),
+    ("a file into a sandbox", "file_up", ("mb_per_s", "mib")),
+    ("opening 500 terminals, 16 at a time", "pty_open", ("p50_ms", "p99_ms", "wall_s", "n")),
+    ("a byte there and back, 500 open", "pty_echo", ("p50_ms", "p99_ms")),
     ("bare posix_spawn of true", "spawn", ("p50_ms", "p99_ms")),
     ("agent: exec of true", "agent_exec", ("p50_ms", "p99_ms")),
     ("agent over bare spawn", "agent_over_spawn", ("p50_ms",)),
     ("agent: proportional memory", "agent_memory", ("pss_mib",)),
 )
 UNITS = {
-    "p50_ms": "p50 ms", "p99_ms": "p99 ms", "per_s": "per s", "mib_each": "MiB", "n": "sandboxes",
-    "wall_s": "wall s", "success_rate": "success", "pss_mib": "MiB",
+    "p50_ms": "p50 ms", "p99_ms": "p99 ms", "per_s": "per s", "mib_each": "MiB", "n": "number",
+    "wall_s": "wall s", "mb_per_s": "MB/s", "mib": "of MiB", "success_rate": "success", "pss_mib": "MiB",
 }  # fmt: skip
 
 

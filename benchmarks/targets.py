@@ -1,4 +1,4 @@
-"""What issue 2 asks of two cores."""
+"""What is asked of two cores."""
 
 from __future__ import annotations
 
@@ -39,6 +39,10 @@ TARGETS = (
     Target("idle_memory", "mib_each", 3),
     Target("lifecycle", "wall_s", 12),
     Target("lifecycle", "success_rate", 1, least=True),
+    Target("raw_stream", "mb_per_s", 300, least=True),
+    Target("sdk_stream", "mb_per_s", 50, least=True, tool="orchard (SDK)"),
+    Target("file_down", "mb_per_s", 400, least=True),
+    Target("file_up", "mb_per_s", 150, least=True),
     Target("agent_over_spawn", "p50_ms", 0.5, tool="agent (no HTTP)"),
     Target("agent_memory", "pss_mib", 6, tool="agent (no HTTP)"),
 )
