@@ -37,6 +37,7 @@ def test_this_machine_works_as_the_service_shows(tmp_path: Path) -> None:
         "seccomp",
         "cgroup2",
         "blocked network",
+        "egress lists",
     ):
         assert checks[name]["status"] == "ok", checks[name]
     assert list(tmp_path.iterdir()) == []

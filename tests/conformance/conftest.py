@@ -10,6 +10,7 @@ import pytest
 
 from tests.conformance.runtimes import RUNTIMES, Images, RuntimeCase
 from tests.support.machine import Leftovers
+from tests.support.outside import Outside, outside
 from tests.support.rest import Box, Rest, new_id
 from tests.support.sdk import Sdk, open_sdk
 from tests.support.service import Service, live_sandboxes
@@ -103,6 +104,42 @@ def place(box: Box) -> str:
     path = f"/tmp/{new_id('place')}"
     box.out(["/bin/mkdir", path])
     return path
+
+
+@pytest.fixture(scope="session")
+def out(runtime: RuntimeCase, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
+    """Hosts elsewhere, with DNS of their own."""
+    assert runtime.on_this_machine
+    with outside(tmp_path_factory.mktemp("outside")) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def filtering(
+    runtime: RuntimeCase, out: Outside, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Service]:
+    """A service that resolves the names of lists there."""
+    arguments = (*runtime.serve_arguments, "--egress-resolver", out.address)
+    service = Service(tmp_path_factory.mktemp("egress") / "state", arguments=arguments).start()
+    yield service
+    if not service.running:
+        service.start()
+    end_and_check(service, runtime)
+
+
+@pytest.fixture
+def listed(filtering: Service) -> Iterator[NewBox]:
+    """Makes ready sandboxes whose list are its arguments, deleted at the end of the test."""
+    made: list[Box] = []
+
+    def make(*entries: str, **fields: object) -> Box:
+        # Its service may be another process by the end.
+        made.append(filtering.rest.create("host", allow_egress=list(entries), **fields))
+        return made[-1]
+
+    yield make
+    for box in made:
+        Box(filtering.rest, box.id).delete()
 
 
 @pytest.fixture(params=["async", "sync"])

@@ -51,6 +51,14 @@ Tunnel = Annotated[
 Network = Annotated[
     bool, typer.Option("--network/--no-network", help="Allow the network, or loopback only (default).")
 ]
+AllowEgress = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-egress",
+        metavar="HOST[:PORT]",
+        help="The network, but only to this host name, *.name or IPv4 network; may be repeated.",
+    ),
+]
 ReadyTimeout = Annotated[
     float | None, typer.Option("--ready-timeout", metavar="S", help="Seconds to become ready [600].")
 ]

@@ -68,6 +68,14 @@ def serve(
             "--tunnel-target", metavar="NAME=URL", help="What tunnels may lead to; may be repeated."
         ),
     ] = None,
+    egress_resolver: Annotated[
+        str | None,
+        typer.Option(
+            "--egress-resolver",
+            metavar="ADDR[:PORT]",
+            help="DNS server that resolves the names of allow_egress [as this machine does].",
+        ),
+    ] = None,
     log_level: Annotated[
         str | None, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error [info].")
     ] = None,
@@ -118,6 +126,7 @@ def serve(
         registry_auth_file=auth_file,
         insecure_registries=insecure_registry or None,
         tunnel_targets=tunnel_target or None,
+        egress_resolver=egress_resolver,
         log_level=log_level,
     )
     if not embedded:

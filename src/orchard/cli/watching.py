@@ -43,6 +43,8 @@ def line(event: SandboxEvent) -> str:
         words += [event.sandbox_id, event.image or "-"]
     if event.reason is not None:
         words.append(f"({event.reason.value}) {event.message or ''}".rstrip())
+    if event.egress is not None:
+        words.append(str(event.egress))
     return " ".join(words)
 
 

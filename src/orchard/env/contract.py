@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from orchard.env.egress import EgressDenial, normalised
+
 API_VERSION = "1.0"
 VERSION_HEADER = "X-Orchard-Version"
 KEY_HEADER = "X-API-Key"
@@ -127,6 +129,7 @@ def _one_each(value: list[OpenTunnel]) -> list[OpenTunnel]:
 
 
 Labels = Annotated[dict[str, Text], Field(max_length=64), AfterValidator(_labels)]
+AllowEgress = Annotated[list[Text], AfterValidator(normalised)]
 
 
 def decode_base64(value: str) -> bytes:
@@ -199,11 +202,14 @@ class CreateSandbox(_Request):
     timeout: seconds to become ready. cpu, memory, disk: Kubernetes quantities. pids: most processes and
     threads at once. ttl_seconds: maximum lifetime. heartbeat_timeout: lease in seconds; when given, it runs
     from creation on, otherwise from the first heartbeat. idempotency_key: a repeated create with the same key
-    and body returns the same sandbox. tunnels: there when it is ready.
+    and body returns the same sandbox. tunnels: there when it is ready. allow_egress: the network,
+    but only to these: host names, IPv4 addresses and networks, each with `:PORT` or `:FIRST-LAST` if need be (see
+    docs/how-to/network.md); an empty list is nothing.
     """
 
     image: Annotated[Text, Field(min_length=1, max_length=1024)]
     block_network: bool = True
+    allow_egress: AllowEgress | None = None
     sandbox_id: SandboxId | None = None
     cpu: Cpu | None = None
     memory: Size | None = None
@@ -221,6 +227,14 @@ class CreateSandbox(_Request):
         None
     )
 
+    @model_validator(mode="after")
+    def _one_kind_of_network(self) -> CreateSandbox:
+        if self.allow_egress is not None and not self.block_network:
+            raise ValueError(
+                "allow_egress narrows what block_network=false would open: leave out one of the two"
+            )
+        return self
+
 
 class BatchCreate(_Request):
     """POST /sandboxes/batch: each entry as in POST /sandboxes; answered in the same order."""
@@ -229,10 +243,12 @@ class BatchCreate(_Request):
 
 
 class PatchSandbox(_Request):
-    """PATCH /sandboxes/{id}: `ttl_seconds` counts anew from now; `labels` replaces all labels."""
+    """PATCH /sandboxes/{id}: `ttl_seconds` counts anew from now; `labels` replaces all labels; `allow_egress` replaces
+    what it may reach, whatever network it was created with."""
 
     ttl_seconds: Seconds | None = None
     labels: Labels | None = None
+    allow_egress: AllowEgress | None = None
 
 
 class PullImage(_Request):
@@ -293,13 +309,15 @@ class Death(_Answer):
 class SandboxInfo(_Answer):
     """A sandbox as the service sees it. Times are Unix seconds.
 
-    queue_position: 0 is next; None when it is not queued. queue_seconds: time spent in the create queue.
+    queue_position: 0 is next; None when it is not queued. queue_seconds: time spent in the create queue. allow_egress:
+    all that it may reach; None when `block_network` tells.
     """
 
     sandbox_id: str
     namespace: str = "default"
     image: str
     block_network: bool = True
+    allow_egress: list[str] | None = None
     cpu: str | None = None
     memory: str | None = None
     timeout: float = DEFAULT_READY_TIMEOUT_S
@@ -341,11 +359,12 @@ class EventType(StrEnum):
     READY = "ready"
     CHANGED = "changed"
     ENDED = "ended"
+    EGRESS_DENIED = "egress_denied"
 
 
 class SandboxEvent(_Answer):
     """One event of GET /events. time, created_at: Unix seconds. After `open` and `gap`, which are about no sandbox,
-    GET /sandboxes tells how things stand. id: what to go on after, as `Last-Event-ID`."""
+    GET /sandboxes tells how things stand. id: what to go on after, as `Last-Event-ID`. egress: of `egress_denied`."""
 
     id: str
     type: EventType
@@ -361,6 +380,7 @@ class SandboxEvent(_Answer):
     cpu: str | None = None
     memory: str | None = None
     block_network: bool = True
+    egress: EgressDenial | None = None
 
 
 class BatchEntry(_Answer):
@@ -428,7 +448,7 @@ class TunnelList(_Answer):
 
 class LogLine(_Answer):
     time: float
-    source: Literal["agent", "lifecycle"]
+    source: Literal["agent", "lifecycle", "network"]
     message: str
 
 

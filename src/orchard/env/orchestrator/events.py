@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchard.env.contract import EventType
+from orchard.env.egress import EgressDenial
 from orchard.env.errors import Overloaded
 from orchard.env.orchestrator.auth import Principal
 from orchard.env.orchestrator.metrics import Metrics
@@ -50,9 +51,14 @@ class EventLog:
         self._closed = False
 
     def publish(
-        self, kind: EventType, sandbox: Sandbox, earlier_labels: dict[str, str] | None = None
+        self,
+        kind: EventType,
+        sandbox: Sandbox,
+        earlier_labels: dict[str, str] | None = None,
+        egress: EgressDenial | None = None,
     ) -> None:
-        """Tell everyone who may know. earlier_labels: what it was found by before a change of its labels."""
+        """Tell everyone who may know. earlier_labels: what it was found by before a change of its labels. egress: what
+        was refused."""
         body = sandbox.body
         labels = dict(sandbox.labels)
         data = {
@@ -70,6 +76,8 @@ class EventLog:
             "memory": body.memory,
             "block_network": body.block_network,
         }
+        if egress is not None:
+            data["egress"] = egress.model_dump()
         self._events.append(_Event(sandbox.owner, labels, earlier_labels or labels, data))
         self._last += 1
         self._wake()

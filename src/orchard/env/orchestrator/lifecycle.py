@@ -22,6 +22,7 @@ from orchard.env.orchestrator.admission import Admission, check_image
 from orchard.env.orchestrator.auth import Principal
 from orchard.env.orchestrator.catalog import Catalog
 from orchard.env.orchestrator.deaths import complete, death_record
+from orchard.env.orchestrator.egress import EgressControl
 from orchard.env.orchestrator.events import EventLog
 from orchard.env.orchestrator.identity import body_digest, new_id, same_or_conflict
 from orchard.env.orchestrator.metrics import Metrics
@@ -58,6 +59,7 @@ class Lifecycle:
         self._tunnels = tunnels
         self._tracing = tracing
         self._boot = boot
+        self.egress = EgressControl(runtime, catalog, events)
         self._admission = Admission(catalog, metrics, settings.max_sandboxes)
         self._tasks: set[asyncio.Task[None]] = set()
         self.queue = CreateQueue(settings.max_starting, settings.max_queue, self._begin_start)
@@ -75,6 +77,8 @@ class Lifecycle:
         check_image(principal, body.image)
         if body.tunnels:
             self._tunnels.check(principal, body.tunnels)
+        if body.allow_egress is not None:
+            await self.egress.check()
         sandbox_id = body.sandbox_id or new_id(principal.owner, body.idempotency_key)
         digest = body_digest(body)
         if body.sandbox_id or body.idempotency_key:
@@ -121,6 +125,7 @@ class Lifecycle:
             lease_s=lease_s,
             lease_deadline=now + (lease_s or 0.0),
             labels=dict(body.labels or {}),
+            allow_egress=body.allow_egress,
             status_message="accepted",
         )
         sandbox.note("accepted")
@@ -250,7 +255,10 @@ class Lifecycle:
         return time.time() + sandbox.lease_s
 
     async def change(self, sandbox: Sandbox, body: PatchSandbox) -> None:
-        """A new lifetime from now on, new labels."""
+        """A new lifetime from now on, new labels, other things to reach. Raises `RuntimeRefused` before anything is
+        changed where the last is impossible."""
+        if body.allow_egress is not None:
+            await self.egress.change(sandbox, body.allow_egress)
         if body.ttl_seconds is not None:
             sandbox.ttl_s = body.ttl_seconds
             sandbox.ttl_deadline = time.monotonic() + body.ttl_seconds

@@ -31,7 +31,7 @@ from orchard.env.orchestrator.streaming import Streams
 from orchard.env.orchestrator.terminals import Terminals
 from orchard.env.orchestrator.tracing import Tracing
 from orchard.env.orchestrator.tunnels.manager import Tunnels
-from orchard.env.runtimes.base import Postmortem, Runtime
+from orchard.env.runtimes.base import FiltersEgress, Postmortem, Runtime
 
 _log = logging.getLogger(__name__)
 _HOUSEKEEPING_S = 15.0
@@ -87,6 +87,8 @@ class Orchestrator:
         """Make ready, and adopt what an earlier run left. Raises `OrchardError` when that is impossible."""
         await self.store.open()
         self.runtime.on_death = self.lifecycle.died
+        if isinstance(self.runtime, FiltersEgress):
+            self.runtime.on_denied = self.lifecycle.egress.denied
         await self.runtime.start()
         for line in self.runtime.describe():
             _log.info(line, extra={"runtime": self.runtime.name})
@@ -264,6 +266,7 @@ class Orchestrator:
     async def logs(self, sandbox: Sandbox) -> list[LogLine]:
         """Lifecycle and agent lines, in order of time."""
         lines = [LogLine(time=at, source="lifecycle", message=message) for at, message in sandbox.log]
+        lines += [LogLine(time=at, source="network", message=message) for at, message in sandbox.denials]
         if sandbox.status is SandboxStatus.READY:
             try:
                 lines += [_agent_line(text) for text in await self.runtime.agent_log(sandbox.sandbox_id)]

@@ -61,6 +61,7 @@ class Sandbox:
     lease_deadline: float = 0.0
     labels: dict[str, str] = field(default_factory=dict)
     tunnels: dict[int, str] = field(default_factory=dict)
+    allow_egress: list[str] | None = None
     status: SandboxStatus = SandboxStatus.PENDING
     status_message: str | None = None
     ready_at: float | None = None
@@ -70,6 +71,8 @@ class Sandbox:
     runtime_state: dict[str, Any] | None = None
     queue_s: float | None = None
     log: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=_LOG_LINES))
+    #: Refused attempts to reach something, apart: many of them must not push out the lines of its life.
+    denials: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=_LOG_LINES))
     holds: int = 0
     jobs: dict[str, LiveJob] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
@@ -156,6 +159,7 @@ class Sandbox:
             working_dir=body.working_dir,
             user=body.user,
             labels=self.labels,
+            allow_egress=None if self.allow_egress is None else tuple(self.allow_egress),
         )
 
     def info(self, runtime: str, queue_position: int | None = None) -> dict[str, Any]:
@@ -169,6 +173,7 @@ class Sandbox:
             "namespace": "default",
             "image": body.image,
             "block_network": body.block_network,
+            "allow_egress": self.allow_egress,
             "cpu": body.cpu,
             "memory": body.memory,
             "timeout": self.ready_timeout_s,
@@ -214,6 +219,7 @@ class Sandbox:
             "lease_s": self.lease_s,
             "labels": self.labels,
             "tunnels": list(self.tunnels.items()),
+            "allow_egress": self.allow_egress,
             "status": self.status.value,
             "status_message": self.status_message,
             "ready_at": self.ready_at,
@@ -247,6 +253,7 @@ class Sandbox:
             lease_deadline=now + (data["lease_s"] or 0.0),
             labels=data["labels"],
             tunnels=dict(data.get("tunnels", ())),
+            allow_egress=data.get("allow_egress"),
             status=SandboxStatus(data["status"]),
             status_message=data["status_message"],
             ready_at=data["ready_at"],

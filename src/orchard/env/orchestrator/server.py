@@ -49,7 +49,11 @@ def run(settings: ServiceSettings) -> None:
             auth_file=settings.registry_auth_file, insecure_registries=tuple(settings.insecure_registries)
         )
         runtime = make_runtime(
-            settings.runtime, settings.state_dir, pull=pull, pull_missing=settings.pull == "missing"
+            settings.runtime,
+            settings.state_dir,
+            pull=pull,
+            pull_missing=settings.pull == "missing",
+            egress_resolver=settings.egress_resolver,
         )
         app = create_app(settings, runtime, SqliteStore(settings.state_dir / "orchestrator.db"))
         config = uvicorn.Config(

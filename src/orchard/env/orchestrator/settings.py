@@ -20,6 +20,7 @@ from orchard.env.contract import (
     DEFAULT_TTL_S,
     FINISHED_JOB_RETENTION_S,
 )
+from orchard.env.egress import parse_resolver
 from orchard.env.errors import SettingsError
 from orchard.env.orchestrator.tunnels.targets import parse_targets
 from orchard.env.paths import default_state_dir
@@ -65,6 +66,8 @@ class ServiceSettings:
         insecure_registries: `HOST` or `HOST:PORT` of registries that may do without verified HTTPS.
         tunnel_targets: `NAME=URL` of what tunnels may lead to, see `orchard.env.orchestrator.tunnels.targets`.
         tunnel_connect_timeout_s: how long a target may take to accept a connection.
+        egress_resolver: `ADDR` or `ADDR:PORT` of the DNS server that resolves the names of `allow_egress`; None resolves
+            them as this machine does.
         log_level: debug, info, warning, error or critical.
     """
 
@@ -95,6 +98,7 @@ class ServiceSettings:
     insecure_registries: list[str] = field(default_factory=list)
     tunnel_targets: list[str] = field(default_factory=list)
     tunnel_connect_timeout_s: float = 10.0
+    egress_resolver: str | None = None
     log_level: str = "info"
 
     def __post_init__(self) -> None:
@@ -128,6 +132,11 @@ class ServiceSettings:
             raise SettingsError(
                 f"otel_endpoint {self.otel_endpoint!r:.200} must begin with http:// or https://"
             )
+        if self.egress_resolver is not None:
+            try:
+                parse_resolver(self.egress_resolver)
+            except ValueError as error:
+                raise SettingsError(f"egress_resolver {error}") from None
         if self.log_level not in _LOG_LEVELS:
             raise SettingsError(
                 f"log_level {self.log_level!r} is unknown: use one of {', '.join(_LOG_LEVELS)}"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from orchard.env.contract import EndReason
+from orchard.env.egress import EgressDenial
 from orchard.env.images import ImageStore
 from orchard.env.images.pulls import Pulls
 
@@ -32,6 +33,8 @@ class SandboxSpec:
     working_dir: str | None = None
     user: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
+    #: Entries of `orchard.env.egress`; None where `block_network` tells.
+    allow_egress: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +161,25 @@ class HoldsImages(Protocol):
     pulls: Pulls
 
 
+@runtime_checkable
+class FiltersEgress(Protocol):
+    """A runtime that can hold sandboxes to a list of what they may reach."""
+
+    #: Refused attempts of a sandbox, already gathered: called from the event loop.
+    on_denied: Callable[[str, EgressDenial], None]
+
+    async def check_egress(self) -> None:
+        """Raises `RuntimeRefused` when it cannot do so here."""
+        ...
+
+    async def allow_egress(self, sandbox_id: str, entries: tuple[str, ...]) -> dict[str, Any]:
+        """From when it returns, a live sandbox reaches exactly these; its new `Handle.state`.
+
+        Raises `RuntimeRefused` or `AgentUnreachable`, and then leaves it with what it had or with less.
+        """
+        ...
+
+
 __all__ = [
-    "AgentChannel", "Handle", "HoldsImages", "Postmortem", "Runtime", "SandboxSpec", "StartFailed", "Usage",
+    "AgentChannel", "FiltersEgress", "Handle", "HoldsImages", "Postmortem", "Runtime", "SandboxSpec", "StartFailed", "Usage",
 ]  # fmt: skip

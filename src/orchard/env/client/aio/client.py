@@ -95,6 +95,7 @@ class AsyncSandboxClient:
         image: str,
         *,
         block_network: bool = True,
+        allow_egress: Sequence[str] | None = None,
         sandbox_id: str | None = None,
         cpu: str | float | None = None,
         memory: str | int | None = None,
@@ -113,7 +114,8 @@ class AsyncSandboxClient:
     ) -> AsyncSandbox:
         """Create a sandbox and wait until it is ready.
 
-        image: "host", "dir:PATH" or the name of an image. block_network: only loopback inside. cpu: cores,
+        image: "host", "dir:PATH" or the name of an image. block_network: only loopback inside. allow_egress: all
+        that it may reach, as "example.org", "*.example.org:443", "10.1.2.0/24:5432". cpu: cores,
         "2" or "500m". memory, disk: bytes, "8Gi". timeout: seconds to become ready (default 600). labels: to
         find it with `list`. env, working_dir, user: defaults of its commands. pids: most processes at once.
         ttl_seconds: longest life (default 24 h). heartbeat_timeout: a lease in seconds, from creation on.
@@ -128,6 +130,7 @@ class AsyncSandboxClient:
             CreateSandbox,
             image=image,
             block_network=block_network,
+            allow_egress=None if allow_egress is None else list(allow_egress),
             sandbox_id=sandbox_id or _new_sandbox_id(),
             cpu=cpu,
             memory=memory,

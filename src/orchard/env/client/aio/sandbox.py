@@ -174,11 +174,20 @@ class AsyncSandbox:
         self._owned.add(self.sandbox_id)
 
     async def update(
-        self, *, ttl_seconds: float | None = None, labels: Mapping[str, str] | None = None
+        self,
+        *,
+        ttl_seconds: float | None = None,
+        labels: Mapping[str, str] | None = None,
+        allow_egress: Sequence[str] | None = None,
     ) -> SandboxInfo:
-        """Change it: `ttl_seconds` counts anew from now, `labels` replaces all labels."""
-        replaced = None if labels is None else dict(labels)
-        request = build(PatchSandbox, ttl_seconds=ttl_seconds, labels=replaced)
+        """Change it: `ttl_seconds` counts anew from now, `labels` replaces all labels, `allow_egress` is all that it
+        may reach from then on (whatever network it was created with)."""
+        request = build(
+            PatchSandbox,
+            ttl_seconds=ttl_seconds,
+            labels=None if labels is None else dict(labels),
+            allow_egress=None if allow_egress is None else list(allow_egress),
+        )
         self._info = await self._transport.call("PATCH", self._path(), SandboxInfo, body=encode(request))
         return self._info
 

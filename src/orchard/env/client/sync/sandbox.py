@@ -124,10 +124,17 @@ class Sandbox:
         return self._async.delete_at_exit()
 
     def update(
-        self, *, ttl_seconds: float | None = None, labels: Mapping[str, str] | None = None
+        self,
+        *,
+        ttl_seconds: float | None = None,
+        labels: Mapping[str, str] | None = None,
+        allow_egress: Sequence[str] | None = None,
     ) -> SandboxInfo:
-        """Change it: `ttl_seconds` counts anew from now, `labels` replaces all labels."""
-        return self._portal.call(self._async.update(ttl_seconds=ttl_seconds, labels=labels))
+        """Change it: `ttl_seconds` counts anew from now, `labels` replaces all labels, `allow_egress` is all that it
+        may reach from then on (whatever network it was created with)."""
+        return self._portal.call(
+            self._async.update(ttl_seconds=ttl_seconds, labels=labels, allow_egress=allow_egress)
+        )
 
     def heartbeat(self) -> Heartbeat:
         """Renew its lease. After the first heartbeat, a sandbox without one for its lease time is removed."""

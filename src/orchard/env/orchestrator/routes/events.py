@@ -32,10 +32,11 @@ async def events(
     last_event_id: Annotated[str | None, Header(max_length=64)] = None,
 ) -> Response:
     """Server-sent events about the sandboxes you may see, from now on: `created`, `starting`, `ready`, `changed`,
-    `ended` (with its reason). The first event is `open`: what was before it, GET /sandboxes tells. With the header
-    `Last-Event-ID` it goes on after that event instead; where events between are not kept any more (or the service was
-    restarted), it begins with `gap`, which means what `open` means. A comment comes every 15 s when nothing happens. A
-    reader that is too slow is disconnected; so is everyone when keys are read again."""
+    `ended` (with its reason), `egress_denied` (with what was refused). The first event is `open`: what was before it,
+    GET /sandboxes tells. With the header `Last-Event-ID` it goes on after that event instead; where events between are
+    not kept any more (or the service was restarted), it begins with `gap`, which means what `open` means. A comment
+    comes every 15 s when nothing happens. A reader that is too slow is disconnected; so is everyone when keys are read
+    again."""
     service = orchestrator(request)
     labels = parse_labels(label)
     caller = principal(request)

@@ -163,10 +163,14 @@ async def delete(request: Request, sandbox_id: str) -> Response:
 
 
 @routes.patch(
-    "/sandboxes/{sandbox_id}", response_model=SandboxInfo, responses=errors(404), summary="Change a sandbox"
+    "/sandboxes/{sandbox_id}",
+    response_model=SandboxInfo,
+    responses=errors(404, 409),
+    summary="Change a sandbox",
 )
 async def change(request: Request, sandbox_id: str, body: PatchSandbox) -> Response:
-    """`ttl_seconds` counts anew from now; `labels` replaces all labels."""
+    """`ttl_seconds` counts anew from now; `labels` replaces all labels; `allow_egress` is all that it may reach from
+    the answer on, and cuts connections to anything else. It cannot be taken back to no list at all."""
     service = orchestrator(request)
     sandbox = await service.catalog.live_one(principal(request), sandbox_id)
     await service.lifecycle.change(sandbox, body)

@@ -20,7 +20,7 @@ from orchard.env.runtimes.local.probes import Findings, probe
 
 Status = Literal["ok", "weak", "missing"]
 
-_SERVER_MODULES = ("fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client", "pyroute2")
+_SERVER_MODULES = ("fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client", "pyroute2", "dns")
 _ARCHITECTURES = ("x86_64", "aarch64")
 #: The first kernel whose overlayfs takes layers one by one, over shifted mounts.
 _KERNEL = (6, 8)
@@ -164,7 +164,7 @@ def _network(state_dir: Path, findings: Findings) -> Iterator[Check]:
             "open network",
             "weak",
             "nft is not installed",
-            "apt-get install nftables, for block_network=false",
+            "apt-get install nftables, for block_network=false and allow_egress",
         )
         return
     yield _tried(
@@ -172,6 +172,14 @@ def _network(state_dir: Path, findings: Findings) -> Iterator[Check]:
         "open network",
         "bridge, veth and masquerading rules work",
         "for block_network=false the kernel needs bridge, veth, nf_tables and nft_masq (modprobe them)",
+        required=False,
+    )
+    yield _tried(
+        findings,
+        "egress lists",
+        "allow_egress can be enforced",
+        "for allow_egress the kernel also needs nft_reject, nft_redir, nft_socket, nft_fib, nft_log, nf_tables_bridge and"
+        " nfnetlink_log (modprobe them)",
         required=False,
     )
 

@@ -8,14 +8,20 @@ only a loopback and never come here.
 from __future__ import annotations
 
 import ipaddress
+import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from orchard.env.egress import EgressEntry
 from orchard.env.errors import RuntimeRefused
+from orchard.env.runtimes.local import firewall
+from orchard.env.runtimes.local.gateway.listening import Listening
+from orchard.env.runtimes.local.interfaces import bring_up_interface
+from orchard.env.runtimes.local.kernel import CLONE_NEWNET, setns
 from orchard.env.runtimes.local.spec import NetworkSpec
 
 _RESERVED_ADDRESSES = 16
@@ -57,9 +63,12 @@ class Network:
         self._ready = False
         self._lock = threading.Lock()
         self._ip: Any = None
+        self._gate: Listening | None = None
+        self._policies: dict[int, firewall.Policy] = {}
 
-    def spec(self, slot: int) -> NetworkSpec:
-        """The address of a slot. RuntimeRefused when the subnet has no room for it."""
+    def spec(self, slot: int, *, listed: bool = False) -> NetworkSpec:
+        """The address of a slot. listed: it has a list of what it may reach, and the gateway as its name server.
+        RuntimeRefused when the subnet has no room for it."""
         with self._lock:
             self._connect()
             subnet = self._subnet
@@ -68,7 +77,9 @@ class Network:
             raise RuntimeRefused(
                 f"the sandbox network {subnet} has no address left; delete sandboxes with a network"
             )
-        return NetworkSpec(str(subnet[number]), subnet.prefixlen, str(subnet[1]), nameservers())
+        gateway = str(subnet[1])
+        servers = [gateway] if listed else nameservers()
+        return NetworkSpec(str(subnet[number]), subnet.prefixlen, gateway, servers)
 
     @property
     def _subnet(self) -> ipaddress.IPv4Network:
@@ -118,6 +129,80 @@ class Network:
                 self._delete_link(name)
                 raise RuntimeRefused(f"the sandbox's network interface could not be made: {error}") from error
 
+    def join(self, slot: int, pid: int, network: NetworkSpec) -> None:
+        """Give a sandbox that lives without one its `eth0`, ready for use. RuntimeRefused when it cannot be done."""
+        self.attach(slot, pid)
+        failure: list[OSError] = []
+
+        def inside() -> None:
+            try:
+                fd = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    setns(fd, CLONE_NEWNET)
+                finally:
+                    os.close(fd)
+                bring_up_interface(network)
+            except OSError as error:
+                failure.append(error)
+
+        # A thread of its own, which ends in there: no other work may come to run in the sandbox's namespace.
+        thread = threading.Thread(target=inside)
+        thread.start()
+        thread.join()
+        if failure:
+            self.detach(slot)
+            raise RuntimeRefused(f"the sandbox's network interface could not be brought up: {failure[0]}")
+
+    # ---------------------------------------------------------------------------------------------- lists
+
+    def listen(self) -> Listening:
+        """The gateway's sockets, opened at the first call. RuntimeRefused when lists cannot be enforced here."""
+        with self._lock:
+            if self._gate is None:
+                # Where an earlier run left the bridge, its rules stay as they are until there are new ones.
+                self._make_bridge()
+                gate = Listening.open(str(self._subnet[1]), int(self._instance[:8], 16))
+                self._gate = gate
+                try:
+                    self._rules()
+                    self._raise_bridge()
+                except BaseException:
+                    self._gate = None
+                    gate.close()
+                    raise
+            return self._gate
+
+    def restore(self, lists: Mapping[int, tuple[EgressEntry, ...]]) -> Listening:
+        """At a restart: all lists in one step, before any other rule is touched. As `listen`."""
+        for slot, entries in lists.items():
+            self._policies[slot] = self._policy(slot, entries)
+        return self.listen()
+
+    def allow(self, slot: int, entries: tuple[EgressEntry, ...]) -> str:
+        """From now on the sandbox of this slot, which may be still to come, reaches these networks, and the gateway
+        for names; its address. Call after `listen`."""
+        policy = self._policy(slot, entries)
+        with self._lock:
+            known = slot in self._policies
+            _nft((firewall.replacement if known else firewall.admission)(self._wire, policy))
+            self._policies[slot] = policy
+        return policy.address
+
+    def unlist(self, slot: int) -> None:
+        """The sandbox of this slot is gone, its interface too; none is fine."""
+        with self._lock:
+            policy = self._policies.get(slot)
+            if policy is not None:
+                _nft(firewall.removal(self._wire, policy))
+                del self._policies[slot]
+
+    def _policy(self, slot: int, entries: tuple[EgressEntry, ...]) -> firewall.Policy:
+        return firewall.Policy(slot, self.spec(slot, listed=True).address, self.veth(slot), entries)
+
+    @property
+    def _wire(self) -> firewall.Wire:
+        return firewall.Wire(self._bridge, self._table, self._subnet)
+
     def detach(self, slot: int) -> None:
         """Remove the interface of a slot; none is fine."""
         with self._lock:
@@ -145,9 +230,13 @@ class Network:
             ):
                 self._delete_link(self._bridge)
                 if shutil.which("nft"):
-                    subprocess.run(
-                        ["nft", "delete", "table", "inet", self._table], capture_output=True, check=False
-                    )
+                    for family in ("inet", "bridge"):
+                        subprocess.run(
+                            ["nft", "delete", "table", family, self._table], capture_output=True, check=False
+                        )
+            if self._gate is not None:
+                self._gate.close()
+                self._gate = None
             if self._ip is not None:
                 self._ip.close()
                 self._ip = None
@@ -167,12 +256,22 @@ class Network:
             self._ip.link("del", index=index)
 
     def _prepare(self) -> None:
-        self._connect()
         if self._ready:
             return
+        self._make_bridge()
+        # The rules stand before the bridge comes up: there is no moment in which it is open.
+        self._rules()
+        self._raise_bridge()
+
+    def _raise_bridge(self) -> None:
+        self._ip.link("set", index=self._ip.link_lookup(ifname=self._bridge)[0], state="up")
+        self._ready = True
+
+    def _make_bridge(self) -> None:
+        self._connect()
         if shutil.which("nft") is None:
             raise RuntimeRefused(
-                "block_network=false needs `nft` on this machine: install the package nftables"
+                "a sandbox with a network needs `nft` on this machine: install the package nftables"
             )
         gateway = self._subnet[1]
         found = self._ip.link_lookup(ifname=self._bridge)
@@ -186,36 +285,12 @@ class Network:
         ):
             if Path(path).exists():
                 Path(path).write_text(value)
-        # The rules stand before the bridge comes up: there is no moment in which it is open.
-        self._rules()
-        self._ip.link("set", index=found[0], state="up")
-        self._ready = True
 
     def _rules(self) -> None:
-        bridge = self._bridge
-        script = f"""
-table inet {self._table}
-delete table inet {self._table}
-table inet {self._table} {{
-  chain forward {{
-    type filter hook forward priority -5; policy accept;
-    iifname "{bridge}" oifname "{bridge}" drop
-    iifname "{bridge}" ip saddr != {self._subnet} drop
-    iifname "{bridge}" ip daddr {{ 169.254.0.0/16, 127.0.0.0/8, 224.0.0.0/4, 100.100.100.200 }} drop
-    iifname "{bridge}" meta nfproto ipv6 drop
-    oifname "{bridge}" ct state established,related accept
-    oifname "{bridge}" drop
-  }}
-  chain input {{
-    type filter hook input priority -5; policy accept;
-    iifname "{bridge}" drop
-  }}
-  chain postrouting {{
-    type nat hook postrouting priority 100; policy accept;
-    ip saddr {self._subnet} oifname != "{bridge}" masquerade
-  }}
-}}
-"""
-        done = subprocess.run(["nft", "-f", "-"], input=script, text=True, capture_output=True, check=False)
-        if done.returncode != 0:
-            raise RuntimeRefused(f"nft refused the sandbox network's rules: {done.stderr.strip()}")
+        _nft(firewall.ruleset(self._wire, self._gate.listed if self._gate else None, self._policies.values()))
+
+
+def _nft(script: str) -> None:
+    done = subprocess.run(["nft", "-f", "-"], input=script, text=True, capture_output=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeRefused(f"nft refused the sandbox network's rules: {done.stderr.strip()}")

@@ -220,10 +220,7 @@ def _try_open_network(_scratch: str) -> None:
     if shutil.which("nft") is None:
         raise OSError("nft is not installed")
     kernel.unshare(kernel.CLONE_NEWNET)
-    rules = "table inet t {\n chain p {\n type nat hook postrouting priority 100;\n masquerade\n }\n}\n"
-    done = subprocess.run(["nft", "-f", "-"], input=rules, text=True, capture_output=True, check=False)
-    if done.returncode != 0:
-        raise OSError(f"nft: {done.stderr.strip().splitlines()[0] if done.stderr.strip() else 'refused'}")
+    _try_rules("table inet t {\n chain p {\n type nat hook postrouting priority 100;\n masquerade\n }\n}\n")
     try:
         from pyroute2 import IPRoute
     except ImportError:
@@ -234,6 +231,23 @@ def _try_open_network(_scratch: str) -> None:
                 links.link("add", ifname=f"doctor-{kind}", kind=kind)
             except Exception as error:
                 raise OSError(f"a {kind} cannot be made: {error}") from None
+
+
+def _try_egress_lists(_scratch: str) -> None:
+    if shutil.which("nft") is None:
+        raise OSError("nft is not installed")
+    from orchard.env.runtimes.local import firewall
+    from orchard.env.runtimes.local.gateway.nflog import open_log
+
+    kernel.unshare(kernel.CLONE_NEWNET)
+    _try_rules(firewall.example())
+    open_log(1)[0].close()
+
+
+def _try_rules(rules: str) -> None:
+    done = subprocess.run(["nft", "-f", "-"], input=rules, text=True, capture_output=True, check=False)
+    if done.returncode != 0:
+        raise OSError(f"nft: {done.stderr.strip().splitlines()[0] if done.stderr.strip() else 'refused'}")
 
 
 _TRIALS: dict[str, Callable[[str], None]] = {
@@ -248,6 +262,7 @@ _TRIALS: dict[str, Callable[[str], None]] = {
     "pids limit": _try_limit("pids"),
     "cpu limit": _try_limit("cpu"),
     "open network": _try_open_network,
+    "egress lists": _try_egress_lists,
 }
 
 

@@ -10,12 +10,24 @@ import shutil
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from orchard.env.contract import EndReason
-from orchard.env.errors import AgentUnreachable, ImageNotFound, OrchardError, PullDenied, RuntimeRefused
+from orchard.env.egress import EgressDenial
+from orchard.env.errors import (
+    AgentUnreachable,
+    Conflict,
+    DiskFull,
+    ImageNotFound,
+    InvalidRequest,
+    NotFound,
+    OrchardError,
+    PullDenied,
+    RuntimeRefused,
+)
 from orchard.env.images import ImageStore
 from orchard.env.images.model import ResolvedImage
 from orchard.env.images.pull import is_remote
@@ -24,6 +36,7 @@ from orchard.env.runtimes.base import Handle, Postmortem, SandboxSpec, StartFail
 from orchard.env.runtimes.channel import AgentProtocolChannel
 from orchard.env.runtimes.local.cgroups import Cgroups
 from orchard.env.runtimes.local.disk import disk_use, log_tail, meminfo, nearly_empty, remove_tree
+from orchard.env.runtimes.local.egress import Egress
 from orchard.env.runtimes.local.launcher import Launch, Launcher
 from orchard.env.runtimes.local.network import Network
 from orchard.env.runtimes.local.spec import MAX_SLOTS, LaunchSpec, NetworkSpec
@@ -37,13 +50,15 @@ _SETTLE_PATIENCE_S = 2.0
 
 @dataclass
 class LocalHandle:
-    """A sandbox of this machine. `state` holds its slot, whether it has a network, and its image."""
+    """A sandbox of this machine. `state` holds its slot, whether it has a network and which list, and its image."""
 
     sandbox_id: str
     state: dict[str, Any]
     channel: AgentProtocolChannel | None = None
     deleting: bool = False
     launch: Launch | None = None
+    #: Whoever changes its network holds it.
+    network_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def slot(self) -> int:
@@ -82,7 +97,13 @@ class LocalRuntime:
     name = "local"
 
     def __init__(
-        self, state_dir: Path, *, images: ImageStore, pulls: Pulls | None = None, pull_missing: bool = False
+        self,
+        state_dir: Path,
+        *,
+        images: ImageStore,
+        pulls: Pulls | None = None,
+        pull_missing: bool = False,
+        egress_resolver: str | None = None,
     ) -> None:
         self._state_dir = state_dir.absolute()
         self.images = images
@@ -91,6 +112,9 @@ class LocalRuntime:
         self._instance = hashlib.sha256(str(self._state_dir).encode()).hexdigest()[:8]
         self._cgroups = Cgroups.detect(self._instance)
         self._network = Network(self._instance)
+        self._egress = Egress(
+            self._network, self._state_dir, egress_resolver, lambda *denied: self.on_denied(*denied)
+        )
         self._handles: dict[str, LocalHandle] = {}
         self._starting: set[str] = set()
         self._slots = _Slots()
@@ -100,6 +124,7 @@ class LocalRuntime:
         self._closing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self.on_death: Callable[[str, Postmortem], None] = lambda _id, _postmortem: None
+        self.on_denied: Callable[[str, EgressDenial], None] = lambda _id, _denial: None
 
     # ------------------------------------------------------------------------------------------ life cycle
 
@@ -124,6 +149,7 @@ class LocalRuntime:
         for task in list(self._tasks):
             task.cancel()
         await self._launcher.close()
+        await self._egress.close()
         await asyncio.to_thread(self._network.close, remove=not self._handles)
         if not self._handles:
             self._cgroups.remove_instance()
@@ -137,7 +163,13 @@ class LocalRuntime:
         image = await self._resolve(spec.image, progress)
         slot = self._slots.take()
         handle = LocalHandle(
-            spec.sandbox_id, {"slot": slot, "network": not spec.block_network, "disk": spec.disk_bytes}
+            spec.sandbox_id,
+            {
+                "slot": slot,
+                "network": not spec.block_network or spec.allow_egress is not None,
+                "egress": spec.allow_egress,
+                "disk": spec.disk_bytes,
+            },
         )
         handle.launch = launch = self._launcher.next_launch(slot)
         self._handles[spec.sandbox_id] = handle
@@ -204,9 +236,7 @@ class LocalRuntime:
     ) -> None:
         try:
             async with asyncio.timeout(_AGENT_START_S):
-                network = (
-                    None if spec.block_network else await asyncio.to_thread(self._network.spec, handle.slot)
-                )
+                network = await self._network_for(handle, spec)
                 launch.asked = True
                 channel = await self._ask(handle, launch, _launch_spec(spec, image, launch, network))
                 try:
@@ -230,6 +260,34 @@ class LocalRuntime:
         except TimeoutError:
             what = f"no answer from the agent within {_AGENT_START_S:g} s"
             raise StartFailed(EndReason.AGENT_DID_NOT_START, what, retryable=True) from None
+
+    async def _network_for(self, handle: LocalHandle, spec: SandboxSpec) -> NetworkSpec | None:
+        """Its network; where it has a list, that holds already."""
+        if spec.allow_egress is not None:
+            await self._egress.allow(spec.sandbox_id, handle.slot, spec.allow_egress)
+            return await self._egress.spec(handle.slot)
+        return None if spec.block_network else await asyncio.to_thread(self._network.spec, handle.slot)
+
+    async def check_egress(self) -> None:
+        await self._egress.start()
+
+    async def allow_egress(self, sandbox_id: str, entries: tuple[str, ...]) -> dict[str, Any]:
+        channel = await self.channel(sandbox_id)
+        handle = self._handles[sandbox_id]
+        async with handle.network_lock:
+            if handle.deleting:
+                raise AgentUnreachable(f"sandbox {sandbox_id} is being removed")
+            first = handle.state.get("egress") is None
+            # Known first: whatever is made from here on goes with the sandbox.
+            handle.state["egress"] = entries
+            await self._egress.allow(sandbox_id, handle.slot, entries)
+            network = await self._egress.spec(handle.slot)
+            if not handle.state.get("network"):
+                await asyncio.to_thread(self._network.join, handle.slot, int(handle.state["pid"]), network)
+                handle.state["network"] = True
+            if first:
+                await _set_name_servers(channel, network.nameservers)
+            return dict(handle.state)
 
     async def _ask(self, handle: LocalHandle, launch: Launch, spec: LaunchSpec) -> AgentProtocolChannel:
         """Ask for the sandbox; the channel to its agent, which will be born with the other end."""
@@ -338,8 +396,10 @@ class LocalRuntime:
         log = tuple(log_tail(self._state_dir / "sandboxes" / sandbox_id / "agent.log"))
         self._cgroups.kill(sandbox_id)
         await self._gone(sandbox_id)
-        if handle is not None and handle.state.get("network"):
-            await asyncio.to_thread(self._network.detach, handle.slot)
+        if handle is not None and (handle.state.get("network") or handle.state.get("egress") is not None):
+            async with handle.network_lock:
+                await asyncio.to_thread(self._network.detach, handle.slot)
+                await self._egress.forget(handle.slot)
         await self._remove_files(sandbox_id)
         if self._handles.pop(sandbox_id, None) is not None and handle is not None:
             if handle.launch is not None and (handle.launch.answered or not handle.launch.asked):
@@ -370,6 +430,13 @@ class LocalRuntime:
     # ------------------------------------------------------------------------------------------- adoption
 
     async def adopt(self, states: Mapping[str, dict[str, Any]]) -> dict[str, Handle | Postmortem]:
+        await self._egress.restore(
+            {
+                sandbox_id: (int(state["slot"]), tuple(state["egress"]))
+                for sandbox_id, state in states.items()
+                if state.get("egress") is not None
+            }
+        )
         for sandbox_id, state in states.items():
             if "slot" in state:
                 self._slots.used.add(int(state["slot"]))
@@ -462,7 +529,9 @@ class LocalRuntime:
         for name in sorted({"cpu", "memory", "pids"} - enforced):
             lines.append(f"weaker: no {name} limit can be enforced here (no {name} cgroup controller)")
         if shutil.which("nft") is None:
-            lines.append("weaker: block_network=false is refused (nft is not installed: package nftables)")
+            lines.append(
+                "weaker: block_network=false and allow_egress are refused (nft is not installed: package nftables)"
+            )
         return lines
 
 
@@ -476,6 +545,17 @@ def _launch_spec(
         image_ref=spec.image, image_digest=image.digest, cpu_cores=spec.cpu_cores,
         memory_bytes=spec.memory_bytes, disk_bytes=spec.disk_bytes, pids=spec.pids, network=network,
     )  # fmt: skip
+
+
+async def _set_name_servers(channel: AgentProtocolChannel, servers: list[str]) -> None:
+    """In a sandbox that lives; one that has made that impossible keeps what it has."""
+    path, text = "/etc/resolv.conf", "".join(f"nameserver {server}\n" for server in servers)
+    for op, payload, more in (
+        ("remove", b"", {}),  # a link, perhaps to nowhere
+        ("write", text.encode(), {"upload": os.urandom(8).hex(), "mode": 0o644}),
+    ):
+        with suppress(InvalidRequest, NotFound, Conflict, DiskFull):
+            await channel.call(op, payload, path=path, **more)
 
 
 async def _kill_newborn(launch: Launch) -> None:
