@@ -19,7 +19,7 @@ from tests.support.images import BUSYBOX, applets
 
 pytestmark = [
     pytest.mark.xdist_group("cli"),
-    pytest.mark.skipif(os.geteuid() != 0, reason="the local runtime needs root in this version"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="of the local runtime as root"),
 ]
 
 Build = Callable[..., Done]

@@ -4,7 +4,6 @@ disturb each other."""
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,17 @@ from tests.support.service import Service, live_sandboxes
 NewBox = Callable[..., Box]
 
 
-@pytest.fixture(scope="session", params=list(RUNTIMES))
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every test runs against every runtime; against an ordinary user's service only those that are marked for it, by
+    themselves or with their module (of which `unprivileged(False)` excepts one)."""
+    if "runtime" in metafunc.fixturenames:
+        mark = metafunc.definition.get_closest_marker("unprivileged")
+        marked = mark is not None and mark.args != (False,)
+        names = [name for name, case in RUNTIMES.items() if marked or not case.ordinary]
+        metafunc.parametrize("runtime", names, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
 def runtime(request: pytest.FixtureRequest) -> RuntimeCase:
     """The runtime under test."""
     return RUNTIMES[request.param]
@@ -27,13 +36,14 @@ def runtime(request: pytest.FixtureRequest) -> RuntimeCase:
 @pytest.fixture(scope="session")
 def service(runtime: RuntimeCase, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """The service that most tests share. At its end nothing of it may be left on the machine."""
-    state_dir = tmp_path_factory.mktemp(f"orchard-{runtime.name}") / "state"
-    server = Service(state_dir, arguments=runtime.serve_arguments)
-    server.start()
-    try:
-        yield server
-    finally:
-        end_and_check(server, runtime)
+    with runtime.folder(tmp_path_factory) as folder:
+        server = Service(
+            folder / "state", arguments=runtime.serve_arguments, prefix=runtime.prefix(folder)
+        ).start()
+        try:
+            yield server
+        finally:
+            end_and_check(server, runtime)
 
 
 def end_and_check(server: Service, runtime: RuntimeCase) -> None:
@@ -150,21 +160,25 @@ async def sdk(request: pytest.FixtureRequest, service: Service) -> AsyncIterator
 
 
 @pytest.fixture
-def own_service(runtime: RuntimeCase, tmp_path: Path) -> Iterator[Callable[..., Service]]:
+def own_service(
+    runtime: RuntimeCase, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Service]]:
     """Starts services of one's own (with other arguments); nothing of them may be left at the end."""
     servers: list[Service] = []
+    with runtime.folder(tmp_path_factory) as folder:
 
-    def start(*arguments: str, **options: object) -> Service:
-        server = Service(
-            tmp_path / f"state{len(servers)}",
-            arguments=(*runtime.serve_arguments, *arguments),
-            **options,  # type: ignore[arg-type]
-        )
-        servers.append(server)
-        return server.start()
+        def start(*arguments: str, **options: object) -> Service:
+            server = Service(
+                folder / f"state{len(servers)}",
+                arguments=(*runtime.serve_arguments, *arguments),
+                prefix=runtime.prefix(folder),
+                **options,  # type: ignore[arg-type]
+            )
+            servers.append(server)
+            return server.start()
 
-    yield start
-    for server in servers:
-        if not server.running:
-            server.start()
-        end_and_check(server, runtime)
+        yield start
+        for server in servers:
+            if not server.running:
+                server.start()
+            end_and_check(server, runtime)

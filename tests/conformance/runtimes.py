@@ -6,10 +6,14 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
+from tests.support import ordinary
 from tests.support.images import busybox_tree, docker_archive, shell_less_tree
 
 
@@ -31,6 +35,7 @@ class RuntimeCase:
 
     on_this_machine: sandboxes are processes of this machine, so tests may look at them from outside.
     tags: what the runtime of a state directory puts into the names of what it makes on this machine.
+    ordinary: the service runs as an ordinary user, with a range of ids. Only tests marked `unprivileged` are for it.
     """
 
     name: str
@@ -38,11 +43,35 @@ class RuntimeCase:
     images: Callable[[Path, Path], Images]
     on_this_machine: bool
     tags: Callable[[Path], tuple[str, ...]] = lambda _state_dir: ()
+    ordinary: bool = False
+
+    def prefix(self, folder: Path) -> list[str]:
+        """What stands before its commands; `folder` is what the service may write to."""
+        return ordinary.prefix(folder, subids=True) if self.ordinary else []
+
+    @contextmanager
+    def folder(self, factory: pytest.TempPathFactory) -> Iterator[Path]:
+        """A place for a service's state."""
+        if self.ordinary:
+            with ordinary.ordinary_folder() as folder:
+                yield folder
+        else:
+            yield factory.mktemp(f"orchard-{self.name}")
 
 
-def import_image(state_dir: Path, archive: Path, name: str) -> str:
+def import_image(state_dir: Path, archive: Path, name: str, prefix: Sequence[str] = ()) -> str:
     """`orchard images import` into the state directory of a service; the name to create sandboxes by."""
-    command = [sys.executable, "-m", "orchard.cli.main", "images", "import", str(archive), "--name", name]
+    command = [
+        *prefix,
+        sys.executable,
+        "-m",
+        "orchard.cli.main",
+        "images",
+        "import",
+        str(archive),
+        "--name",
+        name,
+    ]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("ORCHARD_", "SANDBOX_"))}
     done = subprocess.run(
         [*command, "--state-dir", str(state_dir)],
@@ -65,12 +94,41 @@ def _local_images(folder: Path, state_dir: Path) -> Images:
     )
 
 
+def ordinary_images(folder: Path, state_dir: Path) -> Images:
+    """The same for a service of an ordinary user, whose images they are."""
+    place = state_dir.parent
+    tree = busybox_tree(folder / "busybox")
+    archive = docker_archive(tree, place / "busybox.tar", "orchard-test/busybox:1")
+    shell_less = shell_less_tree(place / "shell-less")
+    for path in (shell_less, *shell_less.rglob("*")):
+        os.chown(path, ordinary.UID, ordinary.UID, follow_symlinks=False)
+    return Images(
+        full="host",
+        busybox=import_image(
+            state_dir, archive, "orchard-test/busybox:1", ordinary.prefix(place, subids=True)
+        ),
+        shell_less=f"dir:{shell_less}",
+    )
+
+
+def _tags(state_dir: Path) -> tuple[str, ...]:
+    return (hashlib.sha256(str(state_dir).encode()).hexdigest()[:8],)
+
+
 RUNTIMES: dict[str, RuntimeCase] = {
     "local": RuntimeCase(
         name="local",
         serve_arguments=("--runtime", "local"),
         images=_local_images,
         on_this_machine=True,
-        tags=lambda state_dir: (hashlib.sha256(str(state_dir).encode()).hexdigest()[:8],),
+        tags=_tags,
+    ),
+    "ordinary": RuntimeCase(
+        name="ordinary",
+        serve_arguments=("--runtime", "local"),
+        images=ordinary_images,
+        on_this_machine=True,
+        tags=_tags,
+        ordinary=True,
     ),
 }

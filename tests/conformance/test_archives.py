@@ -224,6 +224,7 @@ def test_an_entry_below_a_link_that_was_there_is_refused(box: Box, place: str) -
     assert box.ls(f"{place}/outside") == {}
 
 
+@pytest.mark.unprivileged
 def test_links_swapped_during_an_upload_never_lead_outside(fresh: Box) -> None:
     fresh.out("mkdir -p /tmp/t/now /tmp/outside")
     swap = "cd /tmp/t; while :; do mv now was; ln -s ../outside now; rm now; mv was now; done"
@@ -274,6 +275,7 @@ def test_an_upload_that_breaks_off_leaves_nothing(box: Box, place: str) -> None:
     eventually(lambda: box.ls(place) == {}, "nothing is left of it")
 
 
+@pytest.mark.unprivileged
 def test_a_full_disk_is_told_and_leaves_nothing(new_box: NewBox) -> None:
     box = new_box(disk="64Mi")
     answer = box.put_archive("/tmp/t", archive(*map(member, "abcdefgh"), content=b"x" * (10 << 20)))
@@ -332,6 +334,7 @@ def members(tree: Any, prefix: str = "") -> Iterator[tuple[tarfile.TarInfo, byte
 
 @MODEST
 @given(tree=_TREES)
+@pytest.mark.unprivileged
 def test_any_tree_makes_the_round_trip(box: Box, place: str, tree: Any) -> None:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", errors="surrogateescape") as tar:

@@ -44,6 +44,7 @@ def test_cancel_ends_a_running_command(fresh: Box) -> None:
     assert job["stdout"] == "begun\n"
 
 
+@pytest.mark.unprivileged
 def test_cancel_kills_everything_that_the_command_started(fresh: Box) -> None:
     job_id = fresh.running(
         "setsid sleep 331.5 & (trap '' TERM; setsid sleep 331.5 &) ; touch /tmp/up; sleep 331.5"
@@ -105,6 +106,7 @@ def test_a_fatal_signal_is_reported_as_such(fresh: Box) -> None:
     assert (job["exit_code"], job["signal"], job["timed_out"]) == (130, "INT", False)
 
 
+@pytest.mark.unprivileged
 def test_a_signal_reaches_all_of_the_job(fresh: Box) -> None:
     job_id = fresh.running("setsid sleep 341.5 & touch /tmp/up; wait; echo gone; sleep 0.1")
     fresh.until("test -e /tmp/up")
@@ -190,6 +192,7 @@ def test_a_lost_connection_keeps_the_command_when_asked_to(fresh: Box) -> None:
     assert [j["status"] for j in listed if j["job_id"] == job_id] == ["running"]
 
 
+@pytest.mark.unprivileged
 def test_a_lost_connection_kills_the_command_when_asked_to(fresh: Box) -> None:
     job_id = new_id("job")
     body = f'{{"command": "sleep 304.5", "wait": true, "job_id": "{job_id}", "on_disconnect": "kill"}}'

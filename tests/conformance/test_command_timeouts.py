@@ -8,6 +8,8 @@ from tests.conformance.conftest import NewBox
 from tests.support.rest import Box
 from tests.support.waiting import Stopwatch, eventually
 
+pytestmark = pytest.mark.unprivileged
+
 #: `exec` returns at the latest at its timeout plus 2 s; tests leave five times that.
 SLACK_S = 10.0
 

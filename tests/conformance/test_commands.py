@@ -6,6 +6,8 @@ import pytest
 
 from tests.support.rest import Box, Rest, new_id
 
+pytestmark = pytest.mark.unprivileged
+
 AWKWARD_ARGUMENTS = [
     "plain",
     "two words",
@@ -140,6 +142,7 @@ def test_a_user_has_its_own_home_and_groups(busybox: Box) -> None:
     assert busybox.out("echo $HOME; id -Gn", user="worker").splitlines() == ["/home/worker", "worker extra"]
 
 
+@pytest.mark.unprivileged(False)
 def test_a_user_may_write_only_its_own(busybox: Box) -> None:
     assert busybox.run("touch /home/worker/mine", user="worker")["exit_code"] == 0
     assert busybox.run("touch /root/theirs", user="worker")["exit_code"] != 0

@@ -212,6 +212,7 @@ def test_a_failed_sandbox_may_be_deleted(rest: Rest) -> None:
     rest.delete(box.path).expect(200)
 
 
+@pytest.mark.unprivileged
 def test_the_image_is_not_changed_by_a_sandbox(new_box: NewBox, images: Images) -> None:
     first = new_box(images.busybox)
     first.out("rm -rf /home /bin/vi; echo changed > /etc/passwd; echo new > /new")

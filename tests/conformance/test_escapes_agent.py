@@ -57,6 +57,7 @@ def test_a_directory_to_start_in_through_proc_is_inside_or_refused(box: Box, pat
         assert (answer.status, answer.code) == (400, "cwd_not_found")
 
 
+@pytest.mark.unprivileged
 def test_a_program_is_never_a_descriptor_of_the_agent(box: Box) -> None:
     for number in range(3, 64):
         for process in ("self", "1"):
@@ -138,6 +139,7 @@ def test_many_jobs_at_once_do_not_exhaust_the_agent(runtime: RuntimeCase, new_bo
     assert box.rest.get(f"{box.path}/jobs").status == 200
 
 
+@pytest.mark.unprivileged
 def test_a_command_may_not_protect_itself_from_the_killer_of_memory(box: Box) -> None:
     program = """
 def lower():
@@ -148,6 +150,7 @@ report(attempt(lower))
     assert inside(box, program) in {"EACCES", "EPERM"}
 
 
+@pytest.mark.unprivileged
 def test_the_agent_is_the_last_to_be_killed_for_memory(box: Box) -> None:
     agent, command = box.out("sleep 0.3; cat /proc/1/oom_score_adj /proc/self/oom_score_adj").split()
     assert int(agent) < int(command)

@@ -144,12 +144,14 @@ def refused(box: Box, expression: str, also: frozenset[str] = frozenset(), user:
     assert answer in REFUSED | also, answer
 
 
+@pytest.mark.unprivileged
 @pytest.mark.parametrize("user", ["root", "nobody"])
 @pytest.mark.parametrize("name", MOUNTING)
 def test_mounting_is_refused(box: Box, name: str, user: str) -> None:
     refused(box, MOUNTING[name], user=user)
 
 
+@pytest.mark.unprivileged
 @pytest.mark.parametrize("user", ["root", "nobody"])
 @pytest.mark.parametrize("name", NAMESPACES)
 def test_new_and_other_namespaces_are_refused(box: Box, name: str, user: str) -> None:

@@ -21,6 +21,8 @@ from tests.support.rest import Box, Rest
 from tests.support.service import Service
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.unprivileged
+
 NAMESPACES = ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup")
 
 
@@ -65,6 +67,7 @@ def test_the_agent_keeps_no_dangerous_capability(tagged: int) -> None:
         assert not held >> bit & 1
 
 
+@pytest.mark.unprivileged(False)
 def test_sandboxes_do_not_share_ids(new_box: NewBox) -> None:
     """A way out of one must not be a way into another."""
     owners = set()

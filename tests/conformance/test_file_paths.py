@@ -9,6 +9,8 @@ import pytest
 from tests.support.rest import Box
 from tests.support.waiting import Stopwatch
 
+pytestmark = pytest.mark.unprivileged
+
 SECRET = b"a secret of the machine"
 
 

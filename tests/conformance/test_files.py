@@ -47,11 +47,13 @@ def test_any_name_is_taken_as_it_is(box: Box, place: str, name: str) -> None:
     assert box.out(["/bin/cat", f"{place}/{name}"]) == "content"
 
 
+@pytest.mark.unprivileged
 def test_missing_parents_are_made(box: Box, place: str) -> None:
     box.write(f"{place}/a/b/c/f", b"x")
     assert box.out(["/bin/cat", f"{place}/a/b/c/f"]) == "x"
 
 
+@pytest.mark.unprivileged
 @pytest.mark.parametrize(
     ("mode", "expected"), [("0755", "755"), ("600", "600"), (0o640, "640"), ("0444", "444")]
 )
@@ -65,6 +67,7 @@ def test_without_a_mode_a_new_file_has_644(box: Box, place: str) -> None:
     assert box.out(["/usr/bin/stat", "-c", "%a %U", f"{place}/f"]) == "644 root\n"
 
 
+@pytest.mark.unprivileged
 def test_without_a_mode_an_existing_file_keeps_its_own(box: Box, place: str) -> None:
     box.out(f"echo old > {place}/f; chmod 755 {place}/f")
     box.write(f"{place}/f", b"#!/bin/sh\necho new\n")
@@ -97,12 +100,14 @@ def test_a_reader_never_sees_half_a_file(box: Box, place: str) -> None:
             assert job["stdout"] == "9000000 1\n"
 
 
+@pytest.mark.unprivileged
 def test_a_write_leaves_no_temporary_files(box: Box, place: str) -> None:
     for _ in range(3):
         box.write(f"{place}/f", b"x" * 100_000)
     assert box.out(["/bin/ls", "-A", place]) == "f\n"
 
 
+@pytest.mark.unprivileged
 def test_a_write_that_fails_says_so_and_leaves_the_old_file(new_box: NewBox) -> None:
     box = new_box(disk="64Mi")
     box.write("/tmp/f", b"old")
@@ -152,6 +157,7 @@ def test_a_read_answers_with_path_content_and_size(box: Box, place: str) -> None
     assert answer == {"path": f"{place}/f", "content": base64.b64encode(b"a\0b").decode(), "size": 3}
 
 
+@pytest.mark.unprivileged
 def test_a_listing_tells_name_type_size_and_time(box: Box, place: str) -> None:
     box.out(f"cd {place}; printf abc > f; touch -d @1000000000 f; mkdir d; ln -s f l; mkfifo p")
     listing = box.get_list(place).expect(200)

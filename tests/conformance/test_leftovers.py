@@ -31,6 +31,7 @@ WAYS_TO_STAY = {
 }
 
 
+@pytest.mark.unprivileged
 @pytest.mark.parametrize("way", WAYS_TO_STAY)
 def test_nothing_outlives_deletion(service: Service, runtime: RuntimeCase, new_box: NewBox, way: str) -> None:
     assert runtime.on_this_machine
@@ -61,6 +62,7 @@ def test_nothing_of_its_limits_and_network_outlives_deletion(
     assert list(service.state_dir.rglob(f"*{box.id}*")) == []
 
 
+@pytest.mark.unprivileged
 def test_nothing_of_a_sandbox_deleted_while_it_starts_is_left(
     service: Service, rest: Rest, images: Images
 ) -> None:
@@ -76,6 +78,7 @@ def test_nothing_of_a_sandbox_deleted_while_it_starts_is_left(
     eventually(lambda: not left.control_groups() + left.directories(), "nothing is left", 30)
 
 
+@pytest.mark.unprivileged
 def test_nothing_of_an_expired_sandbox_is_left(service: Service, new_box: NewBox) -> None:
     box = new_box(sandbox_id=new_id("left"), ttl_seconds=1)
     box.start("sleep 1000", background=True)

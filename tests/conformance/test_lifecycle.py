@@ -48,6 +48,7 @@ def agent_of(box: Box) -> int:
 # -- deletion
 
 
+@pytest.mark.unprivileged
 def test_a_deleted_sandbox_says_so_on_every_later_call(new_box: NewBox) -> None:
     box = new_box()
     box.delete()
@@ -78,6 +79,7 @@ def test_the_id_of_a_deleted_sandbox_stays_taken(new_box: NewBox, images: Images
     box.delete()
 
 
+@pytest.mark.unprivileged
 def test_deleting_at_once_after_creation_leaves_nothing(
     rest: Rest, images: Images, runtime: RuntimeCase
 ) -> None:
@@ -103,6 +105,7 @@ def test_a_wait_for_a_sandbox_ends_when_it_is_deleted(rest: Rest, images: Images
 # -- the maximum lifetime
 
 
+@pytest.mark.unprivileged
 def test_the_lifetime_ends_a_sandbox_with_that_reason(new_box: NewBox) -> None:
     box = new_box(ttl_seconds=1)
     body = ended(box)
@@ -269,6 +272,7 @@ def agent_of_running(box: Box) -> int:
     return namespace_init(pid)
 
 
+@pytest.mark.unprivileged
 def test_a_killed_agent_leaves_a_death_record(killed: Box) -> None:
     body = ended(killed)
     assert body["code"] == "sandbox_dead"
@@ -298,6 +302,7 @@ def test_every_call_on_a_dead_sandbox_tells_the_reason(killed: Box) -> None:
         )
 
 
+@pytest.mark.unprivileged
 def test_the_running_job_of_a_dead_sandbox_ends_as_an_infrastructure_failure(killed: Box) -> None:
     job = killed.rest.wait_job(f"{killed.id[:40]}-running")
     assert (job["status"], job["infra"], job["timed_out"]) == ("failed", True, False)
@@ -315,6 +320,7 @@ def test_a_dead_sandbox_may_be_deleted(killed: Box) -> None:
     killed.rest.delete(killed.path).expect(200)
 
 
+@pytest.mark.unprivileged
 def test_a_waiting_exec_ends_when_its_sandbox_dies(runtime: RuntimeCase, new_box: NewBox) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
@@ -332,6 +338,7 @@ def test_a_waiting_exec_ends_when_its_sandbox_dies(runtime: RuntimeCase, new_box
     assert answer.json.get("status") == "failed" or answer.code == "sandbox_dead"
 
 
+@pytest.mark.unprivileged
 def test_the_death_of_one_sandbox_leaves_others_alone(runtime: RuntimeCase, new_box: NewBox) -> None:
     one, other = new_box(), new_box()
     kill(agent_of(one))

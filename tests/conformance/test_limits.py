@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.conformance.conftest import NewBox
+from tests.conformance.runtimes import RuntimeCase
 from tests.support.rest import Box
 from tests.support.waiting import Stopwatch, eventually
 
@@ -13,8 +14,8 @@ MEMORY_BOMB = "x=[]\nwhile True: x.append(bytearray(1<<20))"
 
 
 @pytest.fixture
-def small(new_box: NewBox) -> Box:
-    return new_box(memory="96Mi", pids=64)
+def small(runtime: RuntimeCase, new_box: NewBox) -> Box:
+    return new_box(pids=64) if runtime.ordinary else new_box(memory="96Mi", pids=64)
 
 
 def test_more_memory_than_the_limit_is_death_by_kill_and_named(small: Box) -> None:
@@ -82,6 +83,7 @@ def test_a_memory_bomb_of_many_processes_ends(small: Box) -> None:
     assert eventually(lambda: small.run(["/bin/true"])["exit_code"] == 0, "commands run again", 20)
 
 
+@pytest.mark.unprivileged
 def test_a_fork_bomb_meets_the_limit_and_the_sandbox_lives_on(small: Box) -> None:
     watch = Stopwatch()
     small.run(FORK_BOMB, timeout_seconds=3)
@@ -94,12 +96,14 @@ def test_a_fork_bomb_meets_the_limit_and_the_sandbox_lives_on(small: Box) -> Non
         small.rest.delete(small.path).expect(200)
 
 
+@pytest.mark.unprivileged
 def test_a_fork_bomb_is_ended_by_its_timeout(small: Box) -> None:
     code = "import os\nwhile True:\n try: os.fork()\n except OSError: pass"
     assert small.python(code, timeout_seconds=1)["timed_out"]
     assert small.out("echo usable") == "usable\n"
 
 
+@pytest.mark.unprivileged
 def test_a_sandbox_with_a_running_fork_bomb_can_be_deleted(small: Box) -> None:
     small.start("f() { f | f & f; }; f", background=True)
     watch = Stopwatch()
@@ -107,6 +111,7 @@ def test_a_sandbox_with_a_running_fork_bomb_can_be_deleted(small: Box) -> None:
     assert watch.seconds < 30
 
 
+@pytest.mark.unprivileged
 def test_threads_count_against_the_limit(small: Box) -> None:
     code = (
         "import threading,time\nn=0\n"
@@ -118,12 +123,14 @@ def test_threads_count_against_the_limit(small: Box) -> None:
     assert 20 < int(small.python(code)["stdout"]) < 64
 
 
+@pytest.mark.unprivileged
 def test_there_is_a_limit_of_processes_without_asking(fresh: Box) -> None:
     limit = fresh.rest.get(f"{fresh.path}/stats").expect(200)["pids_limit"]
     assert limit is not None
     assert limit < 100_000
 
 
+@pytest.mark.unprivileged
 def test_a_full_disk_is_an_error_of_the_command(new_box: NewBox) -> None:
     box = new_box(disk="32Mi")
     job = box.run("head -c 100000000 /dev/zero > /tmp/f")

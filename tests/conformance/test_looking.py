@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.conformance.conftest import NewBox
 from tests.support.rest import Box, Rest
 from tests.support.waiting import eventually
@@ -36,6 +38,7 @@ def test_stats_count_processor_time(fresh: Box) -> None:
     assert 0.3 < stats(fresh)["cpu_seconds"] - before < 10
 
 
+@pytest.mark.unprivileged
 def test_stats_count_processes(fresh: Box) -> None:
     before = stats(fresh)["pids"]
     fresh.out("for i in 1 2 3 4 5; do sleep 60 & done; exit 0")
@@ -50,6 +53,7 @@ def test_stats_remember_the_peak_of_memory(new_box: NewBox) -> None:
     assert seen["memory_bytes"] < seen["peak_memory_bytes"]
 
 
+@pytest.mark.unprivileged
 def test_stats_count_the_disk(new_box: NewBox) -> None:
     box = new_box(disk="64Mi")
     before = stats(box)["disk_bytes"]

@@ -87,6 +87,7 @@ def pty(box: Box) -> Any:
         yield lambda *cmd, **init: stack.enter_context(closing(Pty(box.rest, box.id))).start(*cmd, **init)
 
 
+@pytest.mark.unprivileged
 def test_a_command_has_a_terminal(pty: Callable[..., Pty]) -> None:
     terminal = pty("sh", "-c", "test -t 0 && test -t 1 && test -t 2 && tty; exit 5")
     assert (terminal.exit(), terminal.closed()) == (5, 1000)
@@ -111,6 +112,7 @@ def test_environment_directory_and_size_arrive(pty: Callable[..., Pty]) -> None:
     assert terminal.shown == b"b xterm-256color\r\n/tmp\r\n40 132\r\n"
 
 
+@pytest.mark.unprivileged
 def test_what_is_typed_is_echoed_and_read(pty: Callable[..., Pty]) -> None:
     terminal = pty("sh", "-c", "read line; echo got $line")
     terminal.type("hello\r")
@@ -118,6 +120,7 @@ def test_what_is_typed_is_echoed_and_read(pty: Callable[..., Pty]) -> None:
     assert terminal.shown == b"hello\r\ngot hello\r\n"
 
 
+@pytest.mark.unprivileged
 def test_the_interrupt_key_interrupts(pty: Callable[..., Pty]) -> None:
     terminal = pty("sh", "-c", "trap 'echo caught; exit 9' INT; echo go; while :; do sleep 0.1; done")
     terminal.until(b"go")
@@ -126,6 +129,7 @@ def test_the_interrupt_key_interrupts(pty: Callable[..., Pty]) -> None:
     assert b"caught" in terminal.shown
 
 
+@pytest.mark.unprivileged
 def test_resizing_signals_the_program(pty: Callable[..., Pty]) -> None:
     terminal = pty("sh", "-c", "trap 'stty size; exit' WINCH; echo go; while :; do sleep 0.1; done")
     terminal.until(b"go")
@@ -157,6 +161,7 @@ def test_its_end_does_not_wait_for_what_it_left_running(pty: Callable[..., Pty])
     assert terminal.shown == b"hi\r\n"
 
 
+@pytest.mark.unprivileged
 def test_closing_ends_everything_in_it(box: Box, pty: Callable[..., Pty]) -> None:
     terminal = pty("sh", "-c", "trap '' HUP TERM; sleep 4321.5 & echo go; sleep 4321.5")
     terminal.until(b"go")
@@ -175,6 +180,7 @@ def test_a_login_shell_is_the_default_program(box: Box) -> None:
         assert terminal.exit() == 4
 
 
+@pytest.mark.unprivileged
 def test_a_terminal_outlives_its_connection_and_shows_what_was_missed(box: Box) -> None:
     with closing(Pty(box.rest, box.id)) as first:
         first.start("sh", "-c", "echo one; read x; echo two $x; read y; exit 6")
@@ -310,6 +316,7 @@ def test_the_end_of_the_sandbox_is_told(new_box: NewBox) -> None:
         assert terminal.exit() == -1
 
 
+@pytest.mark.unprivileged
 def test_many_at_once(new_box: NewBox) -> None:
     box = new_box()
 

@@ -14,6 +14,8 @@ from tests.support.rest import Box, new_id
 from tests.support.service import Service
 from tests.support.waiting import Stopwatch
 
+pytestmark = pytest.mark.unprivileged
+
 Run = Callable[..., dict[str, Any]]
 
 

@@ -7,6 +7,8 @@ import pytest
 from tests.conformance.conftest import NewBox
 from tests.support.rest import Box
 
+pytestmark = pytest.mark.unprivileged
+
 #: What conda writes into a bashrc, in essence: it returns at once in shells that are not interactive.
 CONDA_BASHRC = """
 case $- in *i*) ;; *) return;; esac

@@ -68,6 +68,7 @@ def written(found: list[Event], stream: str) -> bytes:
     return data
 
 
+@pytest.mark.unprivileged
 def test_both_streams_come_whole_and_then_the_job(box: Box) -> None:
     job_id = box.start("echo out; echo err >&2; echo more; exit 3")
     found = list(events(box.rest, job_id))
@@ -76,6 +77,7 @@ def test_both_streams_come_whole_and_then_the_job(box: Box) -> None:
     assert found[-1].data["job"]["exit_code"] == 3
 
 
+@pytest.mark.unprivileged
 def test_output_comes_while_the_command_runs(box: Box) -> None:
     job_id = box.start("echo a; while [ ! -e /tmp/go ]; do sleep 0.05; done; echo b", concurrent=True)
     stream = events(box.rest, job_id)
@@ -114,6 +116,7 @@ def test_bytes_are_not_changed(box: Box) -> None:
     assert written(list(events(box.rest, job_id)), "stdout") == b"\xff\xfe\x00\xc3\xa4"
 
 
+@pytest.mark.unprivileged
 def test_what_the_spool_no_longer_holds_is_one_gap(box: Box) -> None:
     command = "head -c 3000000 /dev/zero | tr '\\0' a; printf end"
     job = box.run(command, max_spool_bytes=MIB, max_output_bytes=1000)
@@ -159,6 +162,7 @@ def test_a_command_without_output_keeps_its_stream_alive(box: Box) -> None:
         assert b"event: keepalive" in answer.read()
 
 
+@pytest.mark.unprivileged
 def test_the_end_of_the_sandbox_ends_the_stream(new_box: NewBox) -> None:
     box = new_box()
     job_id = box.start("echo kept; sleep 600")

@@ -14,7 +14,7 @@ from tests.support.service import Service
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="the local runtime needs root in this version")
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="of the local runtime as root")
 
 
 @pytest.fixture(scope="module")

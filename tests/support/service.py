@@ -21,6 +21,7 @@ STOP_WITHIN_S = 60.0
 class Service:
     """`orchard serve` with its own state directory and key; may be stopped, killed and started again.
 
+    prefix: what runs it, such as another user's (`tests.support.ordinary`); it has to become the service by exec.
     `mark` stands in its environment, so that processes descended from it can be told from others.
     """
 
@@ -32,12 +33,14 @@ class Service:
         api_key: str | None = "",
         host: str = "127.0.0.1",
         environment: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
     ) -> None:
         self.state_dir = state_dir
         self.api_key = secrets.token_hex(16) if api_key == "" else api_key
         self.mark = secrets.token_hex(16)
         self.arguments = [*arguments]
         self._environment = dict(environment or {})
+        self._prefix = [*prefix]
         self.base_url = ""
         self._host = host
         self._port = 0
@@ -71,7 +74,7 @@ class Service:
 
     def command(self) -> list[str]:
         key = ["--api-key", self.api_key] if self.api_key is not None else []
-        serve = [sys.executable, "-m", "orchard.cli.main", "serve", "--host", self._host]
+        serve = [*self._prefix, sys.executable, "-m", "orchard.cli.main", "serve", "--host", self._host]
         return [*serve, "--port", str(self._port), *key, "--state-dir", str(self.state_dir), *self.arguments]
 
     def start(self) -> Service:

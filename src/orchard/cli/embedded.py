@@ -79,7 +79,8 @@ class EmbeddedService:
         self.base_url = ""
         self._images_of = Path(state_dir) if state_dir else default_state_dir()
         self._folder = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
-        self._log = Path(self._folder.name) / "service.log"
+        # Without a name: the child removes its folder when it ends.
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -112,6 +113,7 @@ class EmbeddedService:
                 process.kill()
                 process.wait()
             process.stdout.close()
+        self._log.close()
         self._folder.cleanup()
 
     def _start(self) -> None:
@@ -126,15 +128,14 @@ class EmbeddedService:
         command = [sys.executable, "-m", "orchard.cli.main", "serve", "--embedded", "--port", "0"]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("ORCHARD_")}
         environment["ORCHARD_API_KEYS"] = self.api_key
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [*command, "--state-dir", str(state), "--log-level", "warning"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
-                start_new_session=True,  # Ctrl-C is ours to handle, in order
-            )
+        self._process = subprocess.Popen(
+            [*command, "--state-dir", str(state), "--log-level", "warning"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is ours to handle, in order
+        )
         self.base_url = self._read_url(self._process)
         assert self._process.stdin is not None
         # Where the child finds itself, to delete what is left when this pipe ends.
@@ -156,7 +157,8 @@ class EmbeddedService:
             for line in text.decode(errors="replace").splitlines(keepends=True):
                 if line.endswith("\n") and (found := _URL.search(line)):
                     return found[0]
+        self._log.seek(0)
+        said = self._log.read().decode(errors="replace").strip()[-2000:]
         raise InfrastructureError(
-            "the embedded service did not start; `orchard doctor` tells what this machine lacks."
-            f" It said:\n{self._log.read_text(errors='replace').strip()[-2000:]}"
+            f"the embedded service did not start; `orchard doctor` tells what this machine lacks. It said:\n{said}"
         )

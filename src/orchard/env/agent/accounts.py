@@ -83,6 +83,29 @@ class Accounts:
         return account
 
 
+class FewAccounts(Accounts):
+    """Where only the ids from 0 to `ids` - 1 exist. Raises `UnknownUser` for the others."""
+
+    def __init__(self, ids: int) -> None:
+        super().__init__()
+        self._ids = ids
+
+    def lookup(self, user: str) -> Account:
+        account = super().lookup(user)
+        if account.uid >= self._ids or account.gid >= self._ids:
+            raise UnknownUser(
+                f"user {user!r} (uid {account.uid}, gid {account.gid}) cannot exist here: the service runs as an ordinary"
+                f" user with {self._ids} id(s) for its sandboxes; give it a range in /etc/subuid and /etc/subgid and"
+                " install newuidmap (package uidmap), or use root"
+            )
+        if self._ids == 1:
+            # Groups cannot be set without a range: a process keeps those that it has.
+            account.groups = tuple(os.getgroups())
+        else:
+            account.groups = tuple(group for group in account.groups if group < self._ids)
+        return account
+
+
 def lookup(user: str) -> Account:
     """The account for `name`, `uid`, `name:group` or `uid:gid`. Raises `UnknownUser`.
 

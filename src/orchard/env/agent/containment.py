@@ -52,7 +52,8 @@ if TYPE_CHECKING:
             ...
 
 
-_COMMAND_OOM_SCORE = b"500"
+COMMAND_OOM_SCORE = 500
+_COMMAND_SCORE = b"500"
 _SWEEPS = 100
 
 
@@ -90,6 +91,9 @@ class CgroupContainment:
     limits, their groups' `cgroup.procs`: cpu, memory and pids, and pids_home, the agent's own. oom:
     `memory.oom_control` (version 1) or `memory.events` (version 2), where memory can be limited.
     """
+
+    #: The agent's own score, to come back to.
+    home_score = b"0"
 
     def __init__(self, fds: dict[str, int]) -> None:
         self._fds = list(fds.values())
@@ -136,10 +140,10 @@ class CgroupContainment:
             os.write(self._pids_fd, b"0")
         os.write(self._spawn_fd, b"0")
         # When the machine itself is short of memory, commands go before agents.
-        os.write(self._score_fd, _COMMAND_OOM_SCORE)
+        os.write(self._score_fd, _COMMAND_SCORE)
 
     def leave(self) -> None:
-        os.write(self._score_fd, b"0")
+        os.write(self._score_fd, self.home_score)
         os.write(self._home_fd, b"0")
         if self._within_pids:
             os.write(self._pids_home_fd, b"0")

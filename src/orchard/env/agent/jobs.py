@@ -107,7 +107,7 @@ class JobTable:
             account = self.surroundings.default_account()
         except accounts.UnknownUser:
             return  # commands will be told
-        if account.uid == os.geteuid():
+        if account.uid == os.geteuid() and set(account.groups) != set(os.getgroups()):
             # Commands of the agent's own user are spawned without setting ids: they have what the agent has.
             os.setgroups(account.groups)
 

@@ -62,7 +62,7 @@ class Agent:
             "signal": self._signal, "stdin": self._stdin, "resize": self._resize, "sessions": self._sessions,
             "end_session": self._end_session, "forget": self._forget, "read": self._read,
             "write": self._write, "abort": self._abort, "list": self._list, "log": self._log_op,
-            "ping": self._ping, "statvfs": self._statvfs,
+            "ping": self._ping, "statvfs": self._statvfs, "processes": self._processes,
             "tunnels": self._open_tunnels, "untunnel": self._close_tunnel, **Entries(self.places).operations(),
             **Watches(self.loop, self.places).operations(),
         }  # fmt: skip
@@ -339,6 +339,12 @@ class Agent:
         self, _header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any
     ) -> None:
         answer({"lines": os.pread(self._log_fd, _LOG_BYTES, 0).decode("utf-8", "replace").splitlines()})
+
+    def _processes(
+        self, _header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any
+    ) -> None:
+        """How many there are but the agent, where no control group counts them."""
+        answer({"processes": sum(name.isdigit() for name in os.listdir("/proc")) - 1})
 
     def _statvfs(
         self, _header: dict[str, Any], _payload: bytes, answer: Callable[..., None], _fail: Any

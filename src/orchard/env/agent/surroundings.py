@@ -30,6 +30,10 @@ class Surroundings:
     def close(self) -> None:
         os.close(self._root_fd)
 
+    def limit_ids(self, ids: int) -> None:
+        """Only the users and groups 0 to `ids` - 1 exist here."""
+        self._accounts = accounts.FewAccounts(ids)
+
     def default_account(self) -> accounts.Account:
         """The sandbox's own user. Raises `UnknownUser`."""
         if self._default_account is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import struct
@@ -16,7 +17,13 @@ def open_terminal(rows: int, cols: int, uid: int) -> tuple[int, int]:
     ours, theirs = os.openpty()
     try:
         resize(ours, rows, cols)
-        os.fchown(theirs, uid, _TTY_GROUP)
+        try:
+            os.fchown(theirs, uid, _TTY_GROUP)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            # The sandbox of an ordinary user has no such group.
+            os.fchown(theirs, uid, -1)
         os.fchmod(theirs, 0o620)
     except OSError:
         os.close(ours)

@@ -56,7 +56,8 @@ def write_layout(
 ) -> None:
     """Write an OCI layout to the new directory `layout`, whose configuration has nothing but what is given here.
 
-    Raises InfrastructureError when the files changed while they were read, or cannot be told from the upper layer.
+    Raises InfrastructureError when the files changed while they were read, cannot be told from the upper layer, or may
+    not be read.
     """
     blobs = layout / "blobs" / "sha256"
     blobs.mkdir(parents=True)
@@ -65,7 +66,13 @@ def write_layout(
         hashed = _Hashed(file)
         with tarfile.open(fileobj=hashed, mode="w|", format=tarfile.PAX_FORMAT) as archive:  # type: ignore[call-overload]
             for upper in uppers:
-                _Layer(archive, upper).write()
+                try:
+                    _Layer(archive, upper).write()
+                except PermissionError as error:
+                    raise InfrastructureError(
+                        f"{error.filename} cannot be read by uid {os.geteuid()}: give everybody the right to read what the"
+                        " steps make, at the end of the recipe, or build as root"
+                    ) from error
     digits = hashed.digest.hexdigest()
     draft.rename(blobs / digits)
     layer = {"digest": f"sha256:{digits}", "size": (blobs / digits).stat().st_size}
@@ -120,7 +127,7 @@ class _Layer:
     _linked: dict[int, str] = field(default_factory=dict)
 
     def write(self) -> None:
-        for directory, folders, files, fd in os.fwalk(self.upper.path, follow_symlinks=False):
+        for directory, folders, files, fd in os.fwalk(self.upper.path, onerror=_fail):
             inside = os.path.relpath(directory, self.upper.path)
             place = os.path.normpath(os.path.join(self.upper.place, inside))  # noqa: PTH118 - a name in the tar
             place = "" if place == "." else place
@@ -195,6 +202,10 @@ class _Layer:
                 f"/{path} is a directory or file that this kernel's overlayfs keeps only a reference to; load the module "
                 f"with redirect_dir=off and metacopy=off, and build again."
             )
+
+
+def _fail(error: OSError) -> None:
+    raise error
 
 
 def _own_xattrs(fd: int) -> Iterator[tuple[str, str]]:

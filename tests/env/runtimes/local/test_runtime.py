@@ -18,7 +18,7 @@ from orchard.env.runtimes.base import Postmortem, SandboxSpec, StartFailed
 from orchard.env.runtimes.local.cgroups import Cgroups
 from orchard.env.runtimes.local.runtime import LocalRuntime
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="the local runtime needs root in this version")
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="of the local runtime as root")
 
 BUSYBOX = Path("/bin/busybox")
 

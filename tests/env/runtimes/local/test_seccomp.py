@@ -119,3 +119,31 @@ def test_calls_decided_by_their_arguments(
 def test_an_unknown_machine_is_refused() -> None:
     with pytest.raises(KeyError, match="riscv64"):
         seccomp.build("riscv64")
+
+
+def test_without_words_the_limit_of_file_locks_is_like_any_other(machine: str) -> None:
+    nr = seccomp._CALLS["prlimit64"][machine != "x86_64"]
+    assert verdict(machine, nr, 0, 10, 0x7000) == 0
+
+
+def test_a_mark_is_set_only_by_who_knows_the_words(machine: str) -> None:
+    first, second = 0x0123456789ABCDEF, 0xFEDCBA9876543210
+    program = seccomp.build(machine, (first, second))
+    column = machine != "x86_64"
+    prlimit, setrlimit = seccomp._CALLS["prlimit64"][column], seccomp._SETRLIMIT[column]
+
+    def ask(nr: int, *args: int) -> int:
+        return decide(program, _ARCH[machine], nr, args)
+
+    assert ask(prlimit, 0, 10, 0x7000, 0, first, second) == 0
+    for bit in (0, 31, 32, 63):
+        assert ask(prlimit, 0, 10, 0x7000, 0, first ^ 1 << bit, second) == errno.EPERM
+        assert ask(prlimit, 0, 10, 0x7000, 0, first, second ^ 1 << bit) == errno.EPERM
+    for address in (0x7000, 0x7000_0000_0000):
+        assert ask(prlimit, 5, 10, address) == errno.EPERM
+    assert ask(setrlimit, 10, 0x7000) == errno.EPERM
+    # To look at it, and to set any other, is everybody's; the agent's are nobody's.
+    assert ask(prlimit, 0, 10, 0, 0x7000) == 0
+    assert ask(prlimit, 0, 7, 0x7000) == 0
+    assert ask(setrlimit, 7, 0x7000) == 0
+    assert ask(prlimit, 1, 7, 0x7000) == errno.EPERM

@@ -25,7 +25,7 @@ _CPU_PERIOD_US = 100_000
 DEFAULT_PIDS = 2048
 
 
-def _read(path: str) -> str | None:
+def read(path: str) -> str | None:
     try:
         with open(path) as file:
             return file.read().strip()
@@ -34,7 +34,7 @@ def _read(path: str) -> str | None:
 
 
 def _read_int(path: str) -> int | None:
-    text = _read(path)
+    text = read(path)
     # "max" and version 1's page-rounded 2⁶³ both mean no limit.
     return int(text) if text is not None and text.isdigit() and int(text) < 1 << 62 else None
 
@@ -73,7 +73,7 @@ class Cgroups:
         """OSError if no version 2 hierarchy is mounted (it ends process trees and holds the commands)."""
         v2_root = ""
         v1_roots: dict[str, str] = {}
-        for line in (_read(mounts) or "").splitlines():
+        for line in (read(mounts) or "").splitlines():
             _, target, kind, options = line.split(" ")[:4]
             if kind == "cgroup2" and not v2_root:
                 v2_root = target
@@ -85,7 +85,7 @@ class Cgroups:
             raise OSError(
                 "no cgroup2 hierarchy is mounted; mount one: mount -t cgroup2 none /sys/fs/cgroup/unified"
             )
-        v2 = frozenset((_read(f"{v2_root}/cgroup.controllers") or "").split())
+        v2 = frozenset((read(f"{v2_root}/cgroup.controllers") or "").split())
         return cls(
             instance, v2_root, {n: r for n, r in v1_roots.items() if n not in v2}, v2 & set(_V1_CONTROLLERS)
         )
@@ -101,7 +101,7 @@ class Cgroups:
         such move wait for a grace period of all cores (6 to 12 ms on an idle machine); `favordynmods`, made for this
         use, is an option of the version 2 mount and holds for all hierarchies.
         """
-        for line in (_read("/proc/self/mountinfo") or "").splitlines():
+        for line in (read("/proc/self/mountinfo") or "").splitlines():
             fields, _, rest = line.partition(" - ")
             kind, _, options = rest.split(" ", 2)
             if kind == "cgroup2" and fields.split(" ")[4] == self.v2_root:
@@ -209,7 +209,7 @@ class Cgroups:
 
     def own_group(self) -> str:
         """`cgroup.procs` of the version 2 group that this process is in."""
-        for line in (_read("/proc/self/cgroup") or "").splitlines():
+        for line in (read("/proc/self/cgroup") or "").splitlines():
             number, _, path = line.split(":", 2)
             if number == "0":
                 return f"{self.v2_root}{path}/cgroup.procs"
@@ -219,7 +219,7 @@ class Cgroups:
         """The version 1 group that this process is in, which is the agents' too."""
         path = self._own.get(controller)
         if path is None:
-            for line in (_read("/proc/self/cgroup") or "").splitlines():
+            for line in (read("/proc/self/cgroup") or "").splitlines():
                 _, names, group = line.split(":", 2)
                 if controller in names.split(","):
                     path = self._own[controller] = f"{self.v1_roots[controller]}{group}"
@@ -262,7 +262,7 @@ class Cgroups:
             return
 
     def empty(self, sandbox_id: str) -> bool:
-        events = _read(f"{self.v2}/{sandbox_id}/cgroup.events")
+        events = read(f"{self.v2}/{sandbox_id}/cgroup.events")
         return events is None or "populated 0" in events
 
     def remove(self, sandbox_id: str, patience_s: float = 2.0) -> None:
@@ -309,7 +309,7 @@ class Cgroups:
         """The fields of `orchard.env.runtimes.base.Usage` that groups can tell."""
         home, user = f"{self.v2}/{sandbox_id}", self._user(sandbox_id)
         box = f"{user}/box"
-        usec = _field(_read(f"{home}/cpu.stat"), "usage_usec")
+        usec = _field(read(f"{home}/cpu.stat"), "usage_usec")
         memory = f"{self.v1['memory']}/{sandbox_id}" if "memory" in self.v1 else ""
         pids = f"{self.v1['pids']}/{sandbox_id}" if "pids" in self.v1 else user
         oom_file = self.oom_file(sandbox_id)
@@ -324,5 +324,5 @@ class Cgroups:
             ),
             "pids": _read_int(f"{pids}/pids.current"),
             "pids_limit": _read_int(f"{pids}/pids.max"),
-            "oom_kills": _field(_read(oom_file), "oom_kill") if oom_file else None,
+            "oom_kills": _field(read(oom_file), "oom_kill") if oom_file else None,
         }

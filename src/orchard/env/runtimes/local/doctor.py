@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from orchard.env.images.skopeo import HOW_TO_INSTALL
 from orchard.env.runtimes.local.cgroups import Cgroups
+from orchard.env.runtimes.local.ordinary import HOW_TO_GET_A_RANGE, HOW_TO_GET_LIMITS, Ordinary
 from orchard.env.runtimes.local.probes import Findings, probe
 
 Status = Literal["ok", "weak", "missing"]
@@ -49,7 +50,9 @@ def examine(state_dir: Path) -> list[Check]:
     """Everything that matters here, most basic first. Leaves nothing behind."""
     findings = probe(state_dir)
     checks: list[Check] = []
-    for group in (_basics, _isolation, _limits, _network, _images, _room):
+    root = os.geteuid() == 0
+    limits = (_limits, _network) if root else (_ordinary_isolation, _ordinary_limits)
+    for group in (_basics, _isolation, *limits, _images, _room):
         checks.extend(group(state_dir, findings))
     return checks
 
@@ -86,10 +89,9 @@ def _basics(state_dir: Path, findings: Findings) -> Iterator[Check]:
     root = os.geteuid() == 0
     yield Check(
         "root",
-        "ok" if root else "missing",
-        "running as root" if root else f"running as uid {os.geteuid()}",
-        "run the service as root (sudo orchard serve); sandboxes themselves run as shifted, powerless ids",
-        required=True,
+        "ok" if root else "weak",
+        "running as root" if root else f"running as uid {os.geteuid()}: sandboxes live in its user namespace",
+        "as root (sudo orchard serve) each sandbox has ids of its own, limits, and a network where it is allowed",
     )
 
 
@@ -103,8 +105,11 @@ def _isolation(state_dir: Path, findings: Findings) -> Iterator[Check]:
     yield _tried(
         findings,
         "user namespaces",
-        "a range of 65,536 ids can be mapped",
-        "sysctl user.max_user_namespaces=65536; in a container, run it privileged",
+        "a range of 65,536 ids can be mapped" if os.geteuid() == 0 else "an ordinary user can make them",
+        "sysctl user.max_user_namespaces=65536; in a container, run it privileged"
+        if os.geteuid() == 0
+        else "sysctl user.max_user_namespaces=65536 kernel.unprivileged_userns_clone=1"
+        " kernel.apparmor_restrict_unprivileged_userns=0 (those that this kernel has); or run the service as root",
     )
     limit = _number("/proc/sys/user/max_user_namespaces")
     few = limit is not None and limit < _MANY_SANDBOXES
@@ -117,7 +122,8 @@ def _isolation(state_dir: Path, findings: Findings) -> Iterator[Check]:
     yield _tried(
         findings,
         "overlayfs",
-        f"over a shifted image, with its upper layer in {findings.scratch or state_dir}",
+        f"over a{' shifted' if os.geteuid() == 0 else 'n own'} image, with its upper layer in"
+        f" {findings.scratch or state_dir}",
         "needs Linux 6.8 with overlayfs, and --state-dir on ext4, xfs, btrfs or tmpfs, not overlayfs or NFS",
     )
     yield _tried(
@@ -149,6 +155,48 @@ def _limits(state_dir: Path, findings: Findings) -> Iterator[Check]:
             "ok" if there and error is None else "weak",
             error or (f"enforced by {version}" if there else "no controller: the limit is not enforced"),
             f"enable the controller: boot with cgroup_enable={name} or systemd.unified_cgroup_hierarchy=1",
+        )
+    yield _tried(
+        findings, "disk limit", "by a bounded tmpfs", "the kernel needs CONFIG_TMPFS", required=False
+    )
+
+
+def _ordinary_isolation(state_dir: Path, findings: Findings) -> Iterator[Check]:
+    del state_dir
+    yield _tried(
+        findings,
+        "proc",
+        "a sandbox can have its own /proc",
+        "a container around this program hides parts of /proc: run it on the host, or privileged",
+    )
+    ids = Ordinary.detect().ids
+    yield _tried(findings, "more ids", f"{ids} users inside each sandbox", HOW_TO_GET_A_RANGE, required=False)
+    status, detail = _verdict(findings, "network namespace", "loopback only")
+    yield Check("blocked network", status, detail, "the kernel needs CONFIG_NET_NS", required=True)
+    yield Check("open network", "weak", "block_network=false is refused", "run the service as root")
+
+
+def _ordinary_limits(state_dir: Path, findings: Findings) -> Iterator[Check]:
+    mine = Ordinary.detect()
+    enforced = mine.cgroups("doctor", str(state_dir)).enforced()
+    yield Check(
+        "control group",
+        "ok" if mine.group else "weak",
+        f"{mine.group} is this user's"
+        if mine.group
+        else "none is this user's: commands are told apart by a mark",
+        HOW_TO_GET_LIMITS,
+    )
+    for name in ("memory", "pids", "cpu"):
+        there = name in enforced
+        without = (
+            "by RLIMIT_NPROC, for each user of a sandbox by itself" if name == "pids" else "asking is refused"
+        )
+        yield Check(
+            f"{name} limit",
+            "ok" if there else "weak",
+            f"enforced by {mine.group}" if there else without,
+            HOW_TO_GET_LIMITS,
         )
     yield _tried(
         findings, "disk limit", "by a bounded tmpfs", "the kernel needs CONFIG_TMPFS", required=False

@@ -26,15 +26,15 @@ def bring_up_loopback() -> None:
         fcntl.ioctl(sock.fileno(), _SIOCSIFFLAGS, struct.pack("=16sH22x", b"lo", _IFF_UP_RUNNING))
 
 
-def set_network_sysctls(net: str) -> None:
+def set_network_sysctls(net: str, last_gid: int) -> None:
     """Low ports and ping for everyone, no IPv6 on interfaces to come, in the network namespace of this process.
 
-    `net`: /proc/sys/net of the sandbox's own /proc. In the machine's, one name has an entry for every network
-    namespace, and looking it up takes time in their number.
+    last_gid: the highest one there is. `net`: /proc/sys/net of the sandbox's own /proc. In the machine's, one name has
+    an entry for every network namespace, and looking it up takes time in their number.
     """
     # The namespace belongs to the machine: capabilities inside do not count for ports below 1024.
     kernel.write_control(f"{net}/ipv4/ip_unprivileged_port_start", "0")
-    kernel.write_control(f"{net}/ipv4/ping_group_range", "0 2147483647")
+    kernel.write_control(f"{net}/ipv4/ping_group_range", f"0 {last_gid}")
     try:
         kernel.write_control(f"{net}/ipv6/conf/default/disable_ipv6", "1")
     except FileNotFoundError:

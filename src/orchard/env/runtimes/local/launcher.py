@@ -15,6 +15,7 @@ from typing import Any
 from orchard.env.contract import EndReason
 from orchard.env.errors import RuntimeRefused
 from orchard.env.runtimes.base import StartFailed
+from orchard.env.runtimes.local.ordinary import Ordinary
 from orchard.env.runtimes.local.spec import REQUEST, LaunchSpec
 
 _log = logging.getLogger(__name__)
@@ -86,9 +87,10 @@ class Launch:
 
 
 class Launcher:
-    """Keeps one zygote alive and asks it for sandboxes."""
+    """Keeps one zygote alive and asks it for sandboxes. ordinary: the ids to use, where the service is not root."""
 
-    def __init__(self, state_dir: Path, instance: str) -> None:
+    def __init__(self, state_dir: Path, instance: str, ordinary: Ordinary | None = None) -> None:
+        self._ordinary = ordinary
         self._state_dir = state_dir
         self._instance = instance
         self._process: asyncio.subprocess.Process | None = None
@@ -114,11 +116,13 @@ class Launcher:
         loop = asyncio.get_running_loop()
         self._control = ours
         self._ready = loop.create_future()
-        options = {
+        options: dict[str, Any] = {
             "state_dir": str(self._state_dir),
             "instance": self._instance,
             "control_fd": theirs.fileno(),
         }
+        if self._ordinary is not None:
+            options["ordinary"] = self._ordinary.to_wire()
         try:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-I", "-S", str(Path(__file__).with_name("zygote_main.py")), json.dumps(options),
@@ -160,6 +164,16 @@ class Launcher:
     async def go(self, launch: Launch) -> None:
         """The network interface of a launch is there."""
         await self._send(REQUEST.pack(b"G", launch.number, launch.slot, True))
+
+    async def remove(self, sandbox_id: str) -> None:
+        """Remove the tree of a sandbox whose processes are gone, files of its other users included. Raises
+        `StartFailed`."""
+        launch = self.next_launch(0)
+        try:
+            await self._send(REQUEST.pack(b"R", launch.number, 0, False) + sandbox_id.encode())
+            await launch.until_delivered()
+        finally:
+            self.forget(launch)
 
     async def _send(self, message: bytes, fds: list[int] | None = None) -> None:
         async with self._starting:

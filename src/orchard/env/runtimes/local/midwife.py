@@ -18,6 +18,7 @@ import time
 
 from orchard.env.agent.syscalls import PR_SET_NAME, prctl
 from orchard.env.runtimes.local import kernel
+from orchard.env.runtimes.local.cgroups import DEFAULT_PIDS
 from orchard.env.runtimes.local.descriptors import receive_fds, send_fds
 from orchard.env.runtimes.local.interfaces import bring_up_loopback, set_network_sysctls
 from orchard.env.runtimes.local.nursery import NULL_FD
@@ -33,6 +34,7 @@ MAX_ORDER_BYTES = 96 << 10
 #: What is entered of a newborn, and left again.
 _ENTERED = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWUTS
 _PID = struct.Struct("<I")
+_LAST_GID = 2147483647
 
 
 class Embryo:
@@ -86,10 +88,16 @@ class Midwife:
                 "network": spec.network and spec.network.to_wire(),
                 "groups": groups,
             }
+            if spec.ids:
+                told["ids"], told["pids"] = spec.ids, spec.pids or DEFAULT_PIDS
             fds = [channel_fd, embryo.userns_fd, go_fd if go_fd >= 0 else NULL_FD, *opened]
+            if spec.ids:
+                # Without real root, nobody can enter the namespaces of a process that has given up its rights.
+                self._build(home, spec, embryo)
             send_fds(embryo.order, json.dumps(told).encode(), fds)
-            # While it enters its user namespace and gives up its rights, on another core.
-            self._build(home, spec, embryo)
+            if not spec.ids:
+                # While it enters its user namespace and gives up its rights, on another core.
+                self._build(home, spec, embryo)
             embryo.order.send(b"1")
         finally:
             for fd in opened:
@@ -101,7 +109,7 @@ class Midwife:
         try:
             kernel.sethostname(spec.sandbox_id)
             bring_up_loopback()
-            _finish_proc(f"{self._nursery.scratch}/proc")
+            _finish_proc(f"{self._nursery.scratch}/proc", spec.ids - 1 if spec.ids else _LAST_GID)
             build_tree(self._nursery.scratch, home, spec, embryo.userns_fd)
         finally:
             self._come_home()
@@ -122,14 +130,15 @@ class Midwife:
         cgroups = self._nursery.cgroups
         os.mkdir(home, 0o700)
         # The agent's own directory, by descriptor only: the path to it is closed to everybody but root.
-        os.chown(home, spec.base_uid, spec.base_uid)
+        if not spec.ids:
+            os.chown(home, spec.base_uid, spec.base_uid)
         flags = os.O_CLOEXEC | os.O_CREAT | os.O_EXCL
         home_fd = os.open(home, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         opened.append(home_fd)
-        note = json.dumps({"ref": spec.image_ref, "digest": spec.image_digest, "token": token})
+        note = {"ref": spec.image_ref, "digest": spec.image_digest, "token": token, **self._nursery.note(pid)}
         fd = os.open("sandbox.json", os.O_WRONLY | flags, 0o600, dir_fd=home_fd)
         try:
-            os.write(fd, note.encode())
+            os.write(fd, json.dumps(note).encode())
         finally:
             os.close(fd)
         log_fd = os.open("agent.log", os.O_RDWR | os.O_APPEND | flags, 0o600, dir_fd=home_fd)
@@ -141,9 +150,9 @@ class Midwife:
         return cgroups.open_containment(spec.sandbox_id, opened)
 
 
-def _finish_proc(proc: str) -> None:
+def _finish_proc(proc: str, last_gid: int) -> None:
     """Set what a sandbox cannot set itself, and make it read-only."""
-    set_network_sysctls(f"{proc}/sys/net")
+    set_network_sysctls(f"{proc}/sys/net", last_gid)
     sysctl = kernel.open_tree(f"{proc}/sys")
     kernel.mount_setattr(sysctl, kernel.MOUNT_ATTR_RDONLY | kernel.PROC_ATTRIBUTES)
     kernel.attach(sysctl, f"{proc}/sys")

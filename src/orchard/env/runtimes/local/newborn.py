@@ -15,7 +15,6 @@ import os
 import socket
 
 from orchard.env.agent import syscalls
-from orchard.env.agent.containment import CgroupContainment
 from orchard.env.agent.server import Agent
 from orchard.env.runtimes.local import kernel
 from orchard.env.runtimes.local.descriptors import receive_fds
@@ -92,7 +91,10 @@ def wake(nursery: Nursery, told: dict[str, Any], fds: list[int], score_fd: int) 
             raise OSError("the network interface did not come up")
         bring_up_interface(network)
     os.close(go_fd)
-    enter_user_namespace(userns_fd)
+    ids = told.get("ids", 0)
+    enter_user_namespace(userns_fd, groups=ids != 1)
+    groups = dict(zip(told["groups"], group_fds, strict=True), score=score_fd)
+    containment = nursery.contain(groups, told)
     kernel.limit_capabilities(KEPT_CAPABILITIES, nursery.last_capability)
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
@@ -109,17 +111,19 @@ def wake(nursery: Nursery, told: dict[str, Any], fds: list[int], score_fd: int) 
     listener, channel = (
         socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fileno=fd) for fd in (listener_fd, channel_fd)
     )
-    groups = dict(zip(told["groups"], group_fds, strict=True), score=score_fd)
-    agent = Agent(listener, told["token"], CgroupContainment(groups), NULL_FD, log_fd, folder_fd)
+    agent = Agent(listener, told["token"], containment, NULL_FD, log_fd, folder_fd)
+    if ids:
+        agent.jobs.surroundings.limit_ids(ids)
     agent.attach(channel)
     return agent
 
 
-def enter_user_namespace(userns_fd: int) -> None:
-    """From here on root is the sandbox's root."""
+def enter_user_namespace(userns_fd: int, *, groups: bool) -> None:
+    """From here on root is the sandbox's root. groups: there are any that could be set."""
     kernel.setns(userns_fd, kernel.CLONE_NEWUSER)
     os.close(userns_fd)
-    os.setgroups([])
+    if groups:
+        os.setgroups([])
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
     os.umask(0o022)

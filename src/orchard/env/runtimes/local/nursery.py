@@ -7,13 +7,16 @@ import json
 import os
 import socket
 
+from orchard.env.agent.containment import CgroupContainment
 from orchard.env.runtimes.local import kernel, seccomp
 
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
 if TYPE_CHECKING:
     from typing import Any
 
+    from orchard.env.agent.containment import Containment
     from orchard.env.runtimes.local.cgroups import Cgroups
+    from orchard.env.runtimes.local.processes import Processes
 
 
 #: Descriptors that every child keeps have fixed numbers, so that it can close all others with one call.
@@ -25,15 +28,26 @@ class Nursery:
     """What every child of the zygote starts from.
 
     scratch: the private tmpfs with mount points (`root`, `l0`…, `proc`, `dev`, `disk`). control: where events are told
-    to the service. order: the socket that a newborn puts at `ORDER_FD`.
+    to the service. order: the socket that a newborn puts at `ORDER_FD`. ids: as in `LaunchSpec`.
+
+    The last four methods are those in which an ordinary user's differs (`OrdinaryNursery`).
     """
 
-    def __init__(self, state_dir: str, cgroups: Cgroups, control_fd: int) -> None:
-        """Takes `control_fd` over. For a new process, in which the fixed numbers are free or control_fd itself."""
+    ids = 0
+
+    def __init__(
+        self,
+        state_dir: str,
+        cgroups: Cgroups | Processes,
+        control_fd: int,
+        words: tuple[int, int] | None = None,
+    ) -> None:
+        """Takes `control_fd` over. For a new process, in which the fixed numbers are free or control_fd itself.
+        words: for the filter, see `seccomp.build`."""
         self.state_dir = state_dir
         self.scratch = f"{state_dir}/mnt"
         self.cgroups = cgroups
-        self.seccomp = kernel.SeccompFilter(seccomp.build())
+        self.seccomp = kernel.SeccompFilter(seccomp.build(words=words))
         self.last_capability = kernel.last_capability()
         high_fd = fcntl.fcntl(control_fd, fcntl.F_DUPFD_CLOEXEC, LAST_KEPT_FD + 1)
         os.close(control_fd)
@@ -61,3 +75,21 @@ class Nursery:
             "failed", launch, detail=f"{type(error).__name__}: {error}", errno=getattr(error, "errno", None),
             retryable=lost,
         )  # fmt: skip
+
+    def enter(self) -> None:
+        """Go to where the zygote works. Raises OSError."""
+
+    def note(self, pid: int) -> dict[str, str]:
+        """What is noted of the first process of a sandbox."""
+        del pid
+        return {}
+
+    def contain(self, groups: dict[str, int], told: dict[str, Any]) -> Containment:
+        """In a newborn, before its filter: what keeps its commands together. groups: as `CgroupContainment` takes them.
+        told: by `Midwife.deliver`."""
+        del told
+        return CgroupContainment(groups)
+
+    def remove(self, launch: int, sandbox_id: str) -> None:
+        """In the zygote: remove the tree of a sandbox, by a process of its own that tells the launch when it is done."""
+        raise OSError("root's service removes trees itself")

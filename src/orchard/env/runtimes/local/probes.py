@@ -19,7 +19,9 @@ from pathlib import Path
 from orchard.env.agent import syscalls
 from orchard.env.runtimes.local import kernel, seccomp
 from orchard.env.runtimes.local.cgroups import Cgroups
+from orchard.env.runtimes.local.ordinary import Ordinary
 from orchard.env.runtimes.local.spec import UIDS_PER_SANDBOX, base_uid
+from orchard.env.runtimes.local.userns import become_root, check_proc
 
 _TIMEOUT_S = 30.0
 _NAMESPACES = {
@@ -62,7 +64,7 @@ def probe(state_dir: Path) -> Findings:
             findings.errors = json.loads(done.stdout)
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             reason = getattr(error, "stderr", None) or str(error)
-            findings.errors = dict.fromkeys(_TRIALS, f"could not be tried: {reason.strip()[-200:]}")
+            findings.errors = dict.fromkeys(_trials(), f"could not be tried: {reason.strip()[-200:]}")
         # overlayfs leaves its work directory without any mode bits.
         for folder in Path(scratch).rglob("work"):
             with contextlib.suppress(OSError):
@@ -125,13 +127,18 @@ def _user_namespace() -> int:
         os.waitpid(pid, 0)
 
 
-def _try_overlay(scratch: str) -> None:
-    userns_fd = _user_namespace()
+def _own_mounts(scratch: str) -> None:
+    """A mount namespace, and the directories for an overlay in it."""
     kernel.unshare(kernel.CLONE_NEWNS)
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     for name in ("image", "layer", "upper", "work", "root"):
         Path(scratch, name).mkdir()
     Path(f"{scratch}/image/file").write_text("image")
+
+
+def _try_overlay(scratch: str) -> None:
+    userns_fd = _user_namespace()
+    _own_mounts(scratch)
     for name in ("upper", "work"):
         os.chown(f"{scratch}/{name}", base_uid(0), base_uid(0))
     tree = kernel.open_tree(f"{scratch}/image")
@@ -162,7 +169,7 @@ def _try_seccomp(_scratch: str) -> None:
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
     kernel.SeccompFilter(seccomp.build()).install()
     try:
-        kernel.unshare(kernel.CLONE_NEWUTS)
+        kernel.unshare(kernel.CLONE_NEWUSER)  # which everybody may without a filter
     except OSError:
         return
     raise OSError("the filter loads but refuses nothing")
@@ -266,6 +273,57 @@ _TRIALS: dict[str, Callable[[str], None]] = {
 }
 
 
+# ------------------------------------------------------------------------- what differs for an ordinary user
+
+
+def _try_ordinary_overlay(scratch: str) -> None:
+    _own_mounts(scratch)
+    options: list[tuple[str, str | None]] = [
+        ("source", "orchard"), ("userxattr", None), ("lowerdir+", f"{scratch}/image"),
+        ("upperdir", f"{scratch}/upper"), ("workdir", f"{scratch}/work"), ("volatile", None),
+    ]  # fmt: skip
+    kernel.move_mount(kernel.new_mount("overlay", options, kernel.MOUNT_ATTR_NODEV), f"{scratch}/root")
+    with open(f"{scratch}/root/file", "a") as file:  # which copies it up
+        file.write("upper")
+
+
+def _try_more_ids(_scratch: str) -> None:
+    if Ordinary.detect().ids == 1:
+        raise OSError(
+            "no users but root inside sandboxes: no range of ids belongs to this user, or no newuidmap"
+        )
+
+
+def _as_root_of_a_namespace(trial: Callable[[str], None]) -> Callable[[str], None]:
+    def attempt(scratch: str) -> None:
+        mine = Ordinary.detect()
+        become_root(mine.uids, mine.gids)
+        trial(scratch)
+
+    return attempt
+
+
+_ORDINARY_TRIALS: dict[str, Callable[[str], None]] = {
+    "more ids": _try_more_ids,
+    "seccomp": _try_seccomp,
+    **{
+        name: _as_root_of_a_namespace(trial)
+        for name, trial in {
+            "user namespaces": lambda _scratch: None,
+            "namespaces": _try_namespaces,
+            "network namespace": _try_network_namespace,
+            "overlayfs": _try_ordinary_overlay,
+            "proc": lambda _scratch: check_proc(),
+            "disk limit": _try_disk_limit,
+        }.items()
+    },
+}
+
+
+def _trials() -> dict[str, Callable[[str], None]]:
+    return _TRIALS if os.geteuid() == 0 else _ORDINARY_TRIALS
+
+
 def _in_a_child(trial: Callable[[str], None], scratch: str) -> str | None:
     """What went wrong, or None."""
     readable, writable = os.pipe()
@@ -291,7 +349,7 @@ def _in_a_child(trial: Callable[[str], None], scratch: str) -> str | None:
 def main() -> None:
     """Try everything with the scratch directory of the first argument; errors as JSON on stdout."""
     scratch = sys.argv[1]
-    found = {name: _in_a_child(trial, scratch) for name, trial in _TRIALS.items()}
+    found = {name: _in_a_child(trial, scratch) for name, trial in _trials().items()}
     json.dump({name: error for name, error in found.items() if error is not None}, sys.stdout)
 
 

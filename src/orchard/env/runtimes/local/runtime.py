@@ -34,11 +34,13 @@ from orchard.env.images.pull import is_remote
 from orchard.env.images.pulls import Pulls
 from orchard.env.runtimes.base import Handle, Postmortem, SandboxSpec, StartFailed, Usage
 from orchard.env.runtimes.channel import AgentProtocolChannel
-from orchard.env.runtimes.local.cgroups import Cgroups
+from orchard.env.runtimes.local.cgroups import DEFAULT_PIDS, Cgroups
 from orchard.env.runtimes.local.disk import disk_use, log_tail, meminfo, nearly_empty, remove_tree
 from orchard.env.runtimes.local.egress import Egress
 from orchard.env.runtimes.local.launcher import Launch, Launcher
 from orchard.env.runtimes.local.network import Network
+from orchard.env.runtimes.local.ordinary import Ordinary
+from orchard.env.runtimes.local.removal import remove_all
 from orchard.env.runtimes.local.spec import MAX_SLOTS, LaunchSpec, NetworkSpec
 
 _AGENT_START_S = 30.0
@@ -110,7 +112,13 @@ class LocalRuntime:
         self.pulls = pulls or Pulls(images)
         self._pull_missing = pull_missing
         self._instance = hashlib.sha256(str(self._state_dir).encode()).hexdigest()[:8]
-        self._cgroups = Cgroups.detect(self._instance)
+        #: None for root.
+        self._ordinary = Ordinary.detect() if os.geteuid() != 0 else None
+        self._cgroups = (
+            Cgroups.detect(self._instance)
+            if self._ordinary is None
+            else self._ordinary.cgroups(self._instance, str(self._state_dir))
+        )
         self._network = Network(self._instance)
         self._egress = Egress(
             self._network, self._state_dir, egress_resolver, lambda *denied: self.on_denied(*denied)
@@ -118,7 +126,7 @@ class LocalRuntime:
         self._handles: dict[str, LocalHandle] = {}
         self._starting: set[str] = set()
         self._slots = _Slots()
-        self._launcher = Launcher(self._state_dir, self._instance)
+        self._launcher = Launcher(self._state_dir, self._instance, self._ordinary)
         self._sandboxes_fd = -1
         self._removals: dict[str, asyncio.Task[Postmortem]] = {}
         self._closing = False
@@ -129,10 +137,6 @@ class LocalRuntime:
     # ------------------------------------------------------------------------------------------ life cycle
 
     async def start(self) -> None:
-        if os.geteuid() != 0:
-            raise RuntimeRefused(
-                "the local runtime needs root in this version; run the service as root (`orchard doctor` says more)"
-            )
         self._state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         sandboxes = self._state_dir / "sandboxes"
         sandboxes.mkdir(mode=0o700, exist_ok=True)
@@ -160,6 +164,11 @@ class LocalRuntime:
     # ------------------------------------------------------------------------------------------- creation
 
     async def create(self, spec: SandboxSpec, progress: Callable[[str], None] = lambda _line: None) -> Handle:
+        if self._ordinary is not None:
+            try:
+                self._ordinary.check(spec, self._cgroups.enforced())
+            except RuntimeRefused as error:
+                raise StartFailed(EndReason.RUNTIME_ERROR, error.detail) from error
         image = await self._resolve(spec.image, progress)
         slot = self._slots.take()
         handle = LocalHandle(
@@ -171,6 +180,8 @@ class LocalRuntime:
                 "disk": spec.disk_bytes,
             },
         )
+        if self._ordinary is not None:
+            handle.state["pids"] = spec.pids or DEFAULT_PIDS  # which no group tells
         handle.launch = launch = self._launcher.next_launch(slot)
         self._handles[spec.sandbox_id] = handle
         self._starting.add(spec.sandbox_id)
@@ -238,7 +249,8 @@ class LocalRuntime:
             async with asyncio.timeout(_AGENT_START_S):
                 network = await self._network_for(handle, spec)
                 launch.asked = True
-                channel = await self._ask(handle, launch, _launch_spec(spec, image, launch, network))
+                ids = self._ordinary.ids if self._ordinary is not None else 0
+                channel = await self._ask(handle, launch, _launch_spec(spec, image, launch, network, ids))
                 try:
                     if network is not None:
                         pid = await launch.until_delivered()
@@ -419,6 +431,13 @@ class LocalRuntime:
 
     async def _remove_files(self, sandbox_id: str) -> None:
         path = self._state_dir / "sandboxes" / sandbox_id
+        if self._ordinary is not None:
+            try:
+                await asyncio.to_thread(remove_all, str(path))
+            except PermissionError:
+                await self._launcher.remove(sandbox_id)
+            await asyncio.to_thread(self._cgroups.remove, sandbox_id)
+            return
         if not path.exists() or nearly_empty(path):
             # The common case is a handful of system calls: a thread would cost more than it saves.
             remove_tree(path)
@@ -502,6 +521,9 @@ class LocalRuntime:
             usage["memory_limit_bytes"] -= (
                 limit  # the group's limit has room for the disk, which lives in memory
             )
+        if usage["pids"] is None and handle is not None:
+            header, _ = await (await self.channel(sandbox_id)).call("processes")
+            usage["pids"], usage["pids_limit"] = header["processes"], handle.state.get("pids")
         return Usage(**usage, disk_bytes=used, disk_limit_bytes=limit)
 
     async def agent_log(self, sandbox_id: str) -> list[str]:
@@ -522,10 +544,14 @@ class LocalRuntime:
 
     def describe(self) -> list[str]:
         enforced = self._cgroups.enforced()
+        whose = "" if self._ordinary is None else " of an ordinary user"
         lines = [
-            "isolation: user, mount, pid, net, ipc, uts and cgroup namespaces, seccomp, no_new_privs, dropped capabilities"
+            f"isolation: user, mount, pid, net, ipc, uts and cgroup namespaces{whose}, seccomp, no_new_privs, "
+            "dropped capabilities",
+            f"limits enforced: {', '.join(sorted(enforced)) or 'none'}",
         ]
-        lines.append(f"limits enforced: {', '.join(sorted(enforced)) or 'none'}")
+        if self._ordinary is not None:
+            return [*lines, *(f"weaker: {line}" for line in self._ordinary.weaker(enforced))]
         for name in sorted({"cpu", "memory", "pids"} - enforced):
             lines.append(f"weaker: no {name} limit can be enforced here (no {name} cgroup controller)")
         if shutil.which("nft") is None:
@@ -536,14 +562,14 @@ class LocalRuntime:
 
 
 def _launch_spec(
-    spec: SandboxSpec, image: ResolvedImage, launch: Launch, network: NetworkSpec | None
+    spec: SandboxSpec, image: ResolvedImage, launch: Launch, network: NetworkSpec | None, ids: int
 ) -> LaunchSpec:
     return LaunchSpec(
         sandbox_id=spec.sandbox_id, slot=launch.slot,
         layers=[str(layer) for layer in image.layers],
         mounts=[(mount.target, [str(layer) for layer in mount.layers], mount.read_only) for mount in image.mounts],
         image_ref=spec.image, image_digest=image.digest, cpu_cores=spec.cpu_cores,
-        memory_bytes=spec.memory_bytes, disk_bytes=spec.disk_bytes, pids=spec.pids, network=network,
+        memory_bytes=spec.memory_bytes, disk_bytes=spec.disk_bytes, pids=spec.pids, network=network, ids=ids,
     )  # fmt: skip
 
 

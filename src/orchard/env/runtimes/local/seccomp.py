@@ -62,6 +62,8 @@ _NETLINK_ALLOWED = (0, 4, 15, 16)  # route, sock_diag, kobject_uevent, generic
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 _PERSONALITIES = (0x0, 0x8, 0x20000, 0x20008, 0x40000, 0xFFFFFFFF)
 _AGENT_PID = 1
+_SETRLIMIT = (160, 164)
+_RLIMIT_LOCKS = 10
 
 
 class _Assembler:
@@ -103,8 +105,12 @@ class _Assembler:
         return bytes(out)
 
 
-def build(machine: str | None = None) -> bytes:
-    """The filter for `machine` (default: this one) as an array of sock_filter. KeyError if not supported."""
+def build(machine: str | None = None, words: tuple[int, int] | None = None) -> bytes:
+    """The filter for `machine` (default: this one) as an array of sock_filter. KeyError if not supported.
+
+    words: where the limit of file locks is a mark (`orchard.env.agent.marks`), prlimit64 sets it only when its fifth
+    and sixth argument, which the kernel does not use, are these.
+    """
     machine = machine or os.uname().machine
     column = ("x86_64", "aarch64").index(machine) if machine in _AUDIT_ARCH else -1
     if column < 0:
@@ -119,6 +125,8 @@ def build(machine: str | None = None) -> bytes:
     targets = {numbers[column]: "denied" for numbers in _DENIED.values()}
     targets.update({numbers[column]: "unknown" for numbers in _UNKNOWN.values()})
     targets.update({numbers[column]: f"rule {name}" for name, numbers in _CALLS.items()})
+    if words is not None:
+        targets[_SETRLIMIT[column]] = "rule setrlimit"
     _search(a, sorted((nr, label) for nr, label in targets.items() if nr is not None))
     a.label("denied")
     a.ret(errno.EPERM)
@@ -131,6 +139,9 @@ def build(machine: str | None = None) -> bytes:
         **dict.fromkeys(("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"),
                         _rule_not_the_agent),
     }  # fmt: skip
+    if words is not None:
+        rules["setrlimit"] = _rule_setrlimit
+        rules["prlimit64"] = _rule_prlimit(words)
     for name, rule in rules.items():
         a.label(f"rule {name}")
         rule(a, name)
@@ -208,6 +219,38 @@ def _rule_not_the_agent(a: _Assembler, _name: str) -> None:
     a.emit(_JEQ, _AGENT_PID, 0, 1)
     a.ret(errno.EPERM)
     a.ret(0)
+
+
+def _rule_setrlimit(a: _Assembler, _name: str) -> None:
+    a.load_arg(0)
+    a.emit(_JEQ, _RLIMIT_LOCKS, 0, 1)
+    a.ret(errno.EPERM)
+    a.ret(0)
+
+
+def _rule_prlimit(words: tuple[int, int]) -> _Rule:
+    """Not of the agent, and the limit of file locks only for who knows the words."""
+
+    def rule(a: _Assembler, name: str) -> None:
+        a.load_arg(0)
+        a.emit(_JEQ, _AGENT_PID, f"{name} no", 0)
+        a.load_arg(1)
+        a.emit(_JEQ, _RLIMIT_LOCKS, 0, f"{name} ok")
+        for half in (0, 4):  # a limit to set is given at all
+            a.emit(_LD, _ARGS + 8 * 2 + half)
+            a.emit(_JEQ, 0, 0, f"{name} set")
+        a.label(f"{name} ok")
+        a.ret(0)
+        a.label(f"{name} set")
+        for index, word in enumerate(words, 4):
+            for half in (0, 4):
+                a.emit(_LD, _ARGS + 8 * index + half)
+                a.emit(_JEQ, word >> 8 * half & 0xFFFFFFFF, 0, f"{name} no")
+        a.ret(0)
+        a.label(f"{name} no")
+        a.ret(errno.EPERM)
+
+    return rule
 
 
 def _rule_priority(process: int, group: int, user: int) -> _Rule:

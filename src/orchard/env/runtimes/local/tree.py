@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 
@@ -31,15 +32,35 @@ class _Site:
 
 
 def _shifted(site: _Site, layer: str, attributes: int = 0) -> int:
-    """A detached copy of the mount at `layer` whose owners are shifted to the sandbox's ids."""
+    """A detached copy of the mount at `layer` whose owners are shifted to the sandbox's ids, where that is possible."""
+    if site.spec.ids:
+        return _bound(layer, attributes)
     tree = kernel.open_tree(layer)
     kernel.mount_setattr(tree, attributes, site.userns_fd)
+    return tree
+
+
+def _bound(layer: str, attributes: int) -> int:
+    """The same for an ordinary user, for whom owners stay as they are."""
+    try:
+        tree = kernel.open_tree(layer)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise OSError(
+            error.errno,
+            f"{layer} has other file systems mounted below it: an ordinary user's sandboxes cannot have it without"
+            " them; use an imported image, or run the service as root",
+        ) from None
+    kernel.mount_setattr(tree, attributes)
     return tree
 
 
 def _overlay(site: _Site, layers: list[str], first_layer: int, upper_name: str | None) -> int:
     """A detached overlay over `layers`, topmost first; writable in a directory of its own if `upper_name` is given."""
     options: list[tuple[str, str | None]] = [("source", "orchard")]
+    if site.spec.ids:
+        options.append(("userxattr", None))  # marks in "trusted" attributes are for real root
     for number, layer in enumerate(layers, first_layer):
         kernel.attach(_shifted(site, layer), f"{site.scratch}/l{number}")
         options.append(("lowerdir+", f"{site.scratch_link}/l{number}"))
@@ -53,7 +74,8 @@ def _overlay(site: _Site, layers: list[str], first_layer: int, upper_name: str |
     info = os.stat(layers[0])
     if info.st_mode & 0o7777 != 0o755:
         os.chmod(upper, info.st_mode & 0o7777)
-    os.chown(upper, spec.base_uid + info.st_uid % 65536, spec.base_uid + info.st_gid % 65536)
+    if not spec.ids:
+        os.chown(upper, spec.base_uid + info.st_uid % 65536, spec.base_uid + info.st_gid % 65536)
     # volatile: no sync of the whole disk when a sandbox ends; its files end with it anyway.
     options += [("upperdir", upper), ("workdir", work), ("volatile", None)]
     return kernel.new_mount("overlay", options, _IMAGE_ATTRIBUTES)
@@ -113,13 +135,14 @@ def _mount_all(site: _Site) -> None:
             kernel.attach(_overlay(site, layers, used, upper), f"{root}{target}")
             used += len(layers)
     kernel.relocate(f"{site.scratch}/proc", _mount_point(root, "proc"))
-    dev = kernel.open_tree(f"{site.scratch}/dev")
+    # For an ordinary user, devices are mounts themselves.
+    dev = kernel.open_tree(f"{site.scratch}/dev", recursive=spec.ids > 0)
     kernel.mount_setattr(dev, kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NOEXEC)
     target = _mount_point(root, "dev")
     kernel.attach(dev, target)
-    pts: list[tuple[str, str | None]] = [
-        ("newinstance", None), ("ptmxmode", "0666"), ("mode", "0620"), ("gid", str(base + 5)),
-    ]  # fmt: skip
+    pts: list[tuple[str, str | None]] = [("newinstance", None), ("ptmxmode", "0666"), ("mode", "0620")]
+    if spec.ids != 1:
+        pts.append(("gid", str(base + 5)))
     attributes = kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NOEXEC
     kernel.attach(kernel.new_mount("devpts", pts, attributes), f"{target}/pts")
     size = _SHM_BYTES if spec.memory_bytes is None else min(_SHM_BYTES, spec.memory_bytes // 2)

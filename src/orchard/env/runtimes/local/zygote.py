@@ -44,6 +44,7 @@ from orchard.env.runtimes.local.spec import REQUEST, UIDS_PER_SANDBOX, base_uid
 TYPE_CHECKING = False  # importing typing would cost every sandbox most of a megabyte
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Any
 
 _PRELOADED = (encodings.ascii, encodings.latin_1, encodings.utf_8, server)
 _MAX_LAYERS = 128
@@ -76,7 +77,10 @@ class UserNamespaces:
     Inside, no further user namespace can be made (`max_user_namespaces` is 0 there), whatever call asks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ids: int = 0) -> None:
+        """ids: 0 for a range of ids for each; else how many there are, which all have."""
+        # One range of the outer namespace cannot be crossed by one inside: its root is a range of its own.
+        self._mapping = f"0 0 1\n1 1 {ids - 1}" if ids > 1 else "0 0 1" if ids else ""
         self._fds: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -87,7 +91,7 @@ class UserNamespaces:
         fd = self._fds.get(slot)
         if fd is not None:
             return fd, True
-        fd = self._make(base_uid(slot))
+        fd = self._make(self._mapping or f"0 {base_uid(slot)} {UIDS_PER_SANDBOX}")
         if slot < _KEPT_USERNS:
             self._fds[slot] = fd
         return fd, slot < _KEPT_USERNS
@@ -96,7 +100,7 @@ class UserNamespaces:
         """Make the lowest one that is not there yet."""
         self.get(next(slot for slot in range(_KEPT_USERNS) if slot not in self._fds))
 
-    def _make(self, root_uid: int) -> int:
+    def _make(self, mapping: str) -> int:
         ready_read, ready_write = os.pipe2(os.O_CLOEXEC)
         hold_read, hold_write = os.pipe2(os.O_CLOEXEC)
         pid, pidfd = kernel.clone3(kernel.CLONE_NEWUSER)
@@ -116,7 +120,7 @@ class UserNamespaces:
                 raise OSError("the user namespace could not be closed to further ones")
             for name in ("uid_map", "gid_map"):
                 with open(f"/proc/{pid}/{name}", "w") as file:
-                    file.write(f"0 {root_uid} {UIDS_PER_SANDBOX}")
+                    file.write(mapping)
             return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         finally:
             os.close(pidfd)
@@ -132,7 +136,7 @@ class Zygote:
         self._nursery = nursery
         self._control = nursery.control
         self._scratch = nursery.scratch
-        self._userns = UserNamespaces()
+        self._userns = UserNamespaces(nursery.ids)
         self._embryos: deque[Embryo] = deque()
         self._midwives: set[int] = set()
         # What newborns write to, once known; the one to learn it from, and when it was asked for.
@@ -157,7 +161,11 @@ class Zygote:
         mask = os.umask(0)
         dev = f"{self._scratch}/dev"
         for name, (major, minor) in _DEVICES.items():
-            os.mknod(f"{dev}/{name}", stat.S_IFCHR | 0o666, os.makedev(major, minor))
+            if self._nursery.ids:
+                os.close(os.open(f"{dev}/{name}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
+                kernel.attach(kernel.open_tree(f"/dev/{name}"), f"{dev}/{name}")
+            else:
+                os.mknod(f"{dev}/{name}", stat.S_IFCHR | 0o666, os.makedev(major, minor))
         for name, target in {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1",
                              "stderr": "/proc/self/fd/2", "ptmx": "pts/ptmx"}.items():  # fmt: skip
             os.symlink(target, f"{dev}/{name}")
@@ -166,6 +174,8 @@ class Zygote:
         os.umask(mask)
 
     def rehearse(self) -> None:
+        if self._nursery.ids:
+            return  # it needs control groups
         userns_fd, _ = self._userns.get(0)
         rehearse(self._nursery, userns_fd)
 
@@ -241,6 +251,8 @@ class Zygote:
             if fd >= 0:
                 os.write(fd, b"1")
                 os.close(fd)
+        elif kind == b"R":
+            self._nursery.remove(launch, data[REQUEST.size :].decode())
         return True
 
     def _service_gone(self) -> bool:
@@ -330,20 +342,30 @@ def hide_command_line(title: bytes) -> None:
     ctypes.memmove(start, title[: end - start - 1], min(len(title), end - start - 1))
 
 
+def _nursery(options: dict[str, Any]) -> Nursery:
+    """Raises OSError when the machine lacks what it needs."""
+    state_dir, control_fd = options["state_dir"], options["control_fd"]
+    if "ordinary" in options:
+        from orchard.env.runtimes.local.ordinary_nursery import OrdinaryNursery
+
+        return OrdinaryNursery(state_dir, control_fd, options["instance"], options["ordinary"])
+    return Nursery(state_dir, Cgroups.detect(options["instance"]), control_fd)
+
+
 def main() -> None:
     default_signals()
     kernel.no_core_dumps()
     options = json.loads(sys.argv[1])
-    cgroups = Cgroups.detect(options["instance"])
-    nursery = Nursery(options["state_dir"], cgroups, options["control_fd"])
+    nursery = _nursery(options)
     # An earlier zygote may still be at a request of a service that was killed: what it starts must be there to
     # be seen when our service looks for leftovers.
     lock_fd = os.open(f"{options['state_dir']}/zygote.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock_fd, fcntl.LOCK_EX)
     zygote = Zygote(nursery)
     try:
-        cgroups.prepare()
-        cgroups.favour_moves()
+        nursery.enter()
+        nursery.cgroups.prepare()
+        nursery.cgroups.favour_moves()
         zygote.prepare_mounts()
     except OSError as error:
         nursery.control.send(
