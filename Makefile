@@ -32,7 +32,7 @@ demo: $(STAMP)
 	@$(BIN)/python -m examples.demo
 
 test: $(STAMP)
-	@tools/system-packages.sh nft:nftables busybox:busybox-static git:git patch:patch cc:build-essential ip:iproute2 nsenter:util-linux ps:procps skopeo:skopeo docker-registry:docker-registry openssl:openssl newuidmap:uidmap
+	@tools/system-packages.sh nft:nftables busybox:busybox-static git:git patch:patch cc:build-essential ip:iproute2 nsenter:util-linux ps:procps skopeo:skopeo docker-registry:docker-registry openssl:openssl newuidmap:uidmap redis-server:redis-server
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 # All four run even if one fails, so that one look shows everything.

@@ -34,7 +34,9 @@ class Service:
         host: str = "127.0.0.1",
         environment: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
+        name: str = "",
     ) -> None:
+        """name: tells its logs from those of other services on the same state directory."""
         self.state_dir = state_dir
         self.api_key = secrets.token_hex(16) if api_key == "" else api_key
         self.mark = secrets.token_hex(16)
@@ -43,6 +45,7 @@ class Service:
         self._prefix = [*prefix]
         self.base_url = ""
         self._host = host
+        self._name = name
         self._port = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._starts = 0
@@ -51,12 +54,12 @@ class Service:
     @property
     def log_path(self) -> Path:
         """stderr of the latest start."""
-        return self.state_dir.parent / f"{self.state_dir.name}.{self._starts}.stderr"
+        return self.state_dir.parent / f"{self.state_dir.name}{self._name}.{self._starts}.stderr"
 
     @property
     def out_path(self) -> Path:
         """stdout of the latest start."""
-        return self.state_dir.parent / f"{self.state_dir.name}.{self._starts}.stdout"
+        return self.state_dir.parent / f"{self.state_dir.name}{self._name}.{self._starts}.stdout"
 
     @property
     def pid(self) -> int:

@@ -48,7 +48,8 @@ def serve(
     ] = None,
     state_dir: options.StateDir = None,
     redis_url: Annotated[
-        str | None, typer.Option("--redis-url", metavar="URL", help="A shared store (not in this version).")
+        str | None,
+        typer.Option("--redis-url", metavar="URL", help="Share --state-dir with other services."),
     ] = None,
     max_starting: Annotated[
         int | None, typer.Option("--max-starting", metavar="N", help="Sandboxes starting at once.")
@@ -88,11 +89,6 @@ def serve(
 
     Prints one line with its URL when it is ready.
     """
-    if redis_url:
-        raise typer.BadParameter(
-            "a shared store is not in this version; one service keeps its state in --state-dir",
-            param_hint="--redis-url",
-        )
     if runtime is not None and runtime not in _AVAILABLE_RUNTIMES:
         known = runtime in _KNOWN_RUNTIMES
         raise typer.BadParameter(
@@ -120,6 +116,7 @@ def serve(
         audit_log=audit_log,
         otel_endpoint=otel_endpoint,
         state_dir=state_dir,
+        redis_url=redis_url,
         max_starting=max_starting,
         max_sandboxes=max_sandboxes,
         pull=pull,

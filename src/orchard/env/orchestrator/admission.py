@@ -7,7 +7,9 @@ from orchard.env.errors import Forbidden, Overloaded, QuotaExceeded
 from orchard.env.orchestrator.auth import Principal
 from orchard.env.orchestrator.catalog import Catalog
 from orchard.env.orchestrator.metrics import Metrics
-from orchard.env.orchestrator.quotas import Rates, check_use
+from orchard.env.orchestrator.quotas import Others, Rates, Use, check_use
+
+_NO_OTHERS = Others(Use(), 0)
 
 
 class Admission:
@@ -19,25 +21,35 @@ class Admission:
         self._max_sandboxes = max_sandboxes
         self._rates = Rates()
 
-    def check(self, principal: Principal, body: CreateSandbox) -> None:
-        """Raises `QuotaExceeded`, `Overloaded`, or `InvalidRequest` where a quota needs to know more."""
+    def check(self, principal: Principal, body: CreateSandbox, others: Others = _NO_OTHERS) -> None:
+        """others: what other services hold. Raises `QuotaExceeded`, `Overloaded`, or `InvalidRequest` where a quota
+        needs to know more."""
         quotas = principal.quotas
         try:
-            check_use(principal.owner, quotas, self._catalog.use_of(principal.owner), body)
+            check_use(principal.owner, quotas, self._catalog.use_of(principal.owner) + others.use, body)
             self._rates.check(principal.owner, quotas.creates_per_minute)
         except QuotaExceeded as error:
             self._metrics.quota_refusals.labels(error.extra["quota"]).inc()
             raise
         limit = self._max_sandboxes
-        if limit is not None and len(self._catalog.live) >= limit:
+        if limit is not None and len(self._catalog.live) + others.live >= limit:
             raise Overloaded(
                 f"the service holds {limit} sandboxes, its limit; try again when some have ended",
                 retry_after_s=5.0,
             )
 
+    @property
+    def limits_all(self) -> bool:
+        """What all owners hold matters."""
+        return self._max_sandboxes is not None
+
     def admitted(self, principal: Principal) -> None:
         """It was let in: it counts for the rate of its owner."""
         self._rates.take(principal.owner, principal.quotas.creates_per_minute)
+
+    def taken(self, owner: str, per_minute: int) -> None:
+        """Another service let one in: it counts here as well."""
+        self._rates.take(owner, per_minute)
 
 
 def check_image(principal: Principal, image: str) -> None:

@@ -11,6 +11,7 @@ from fastapi.openapi.utils import get_openapi
 from starlette.types import Receive, Scope, Send
 
 from orchard.env.contract import API_VERSION, KEY_HEADER, PatchRequest
+from orchard.env.orchestrator.metrics import Metrics
 from orchard.env.orchestrator.middleware import Edge
 from orchard.env.orchestrator.orchestrator import Orchestrator
 from orchard.env.orchestrator.routes import (
@@ -50,12 +51,14 @@ class Service(FastAPI):
         return self.openapi_schema
 
 
-def create_app(settings: ServiceSettings, runtime: Runtime, store: Store) -> Service:
+def create_app(
+    settings: ServiceSettings, runtime: Runtime, store: Store, metrics: Metrics | None = None
+) -> Service:
     """The service as an ASGI application; its lifespan starts and stops the orchestrator (`app.state.orchestrator`).
 
     Raises `SettingsError` for keys that cannot be used.
     """
-    orchestrator = Orchestrator(settings, runtime, store)
+    orchestrator = Orchestrator(settings, runtime, store, metrics)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:

@@ -16,6 +16,8 @@ from orchard.env.orchestrator.stores.base import Store
 
 #: Ended sandboxes kept in memory; older ones are read from the store.
 _ENDED_IN_MEMORY = 5000
+#: Characters of a cursor, at most.
+MAX_CURSOR = 128
 
 
 class Catalog:
@@ -25,13 +27,8 @@ class Catalog:
         self.live: dict[str, Sandbox] = {}
         self._ended: OrderedDict[str, Sandbox] = OrderedDict()
         self._use: dict[str, Use] = {}
-        self._numbers = 0
 
     # ------------------------------------------------------------------------------------------ keeping
-
-    def next_number(self) -> int:
-        self._numbers += 1
-        return self._numbers
 
     def add(self, sandbox: Sandbox) -> None:
         """Take in a new one: live, or ended long ago (at a restart)."""
@@ -60,6 +57,11 @@ class Catalog:
         for sandbox_id in sandbox_ids:
             self._ended.pop(sandbox_id, None)
 
+    def known(self) -> Iterator[Sandbox]:
+        """All in memory, the ended ones first."""
+        yield from self._ended.values()
+        yield from self.live.values()
+
     def use_of(self, owner: str) -> Use:
         """What the live sandboxes of an owner hold, those being freed included."""
         return self._use.get(owner) or Use()
@@ -79,7 +81,7 @@ class Catalog:
         found = self.live.get(sandbox_id)
         if found is not None or record is None:
             return found
-        return Sandbox.from_record(record, 0, self._boot)
+        return Sandbox.from_record(record, self._boot)
 
     async def get(self, principal: Principal, sandbox_id: str) -> Sandbox:
         """One the caller may see, in whatever state. Raises `SandboxNotFound`, the same for unknown and others'."""
@@ -126,7 +128,7 @@ class Catalog:
             and principal.may_see(sandbox.owner)
             and all(sandbox.labels.get(name) == value for name, value in labels.items())
         ]
-        found.sort(key=lambda sandbox: sandbox.number)
+        found.sort(key=_place)
         return iter(found)
 
     def page(
@@ -138,10 +140,14 @@ class Catalog:
         cursor: str | None,
     ) -> tuple[list[Sandbox], str | None]:
         """At most `limit` of `select`, after the cursor; and the cursor for what follows."""
-        after = _decode_cursor(cursor) if cursor else -1
-        rows = [sandbox for sandbox in self.select(principal, labels, statuses) if sandbox.number > after]
+        after = _decode_cursor(cursor) if cursor else None
+        rows = [
+            sandbox
+            for sandbox in self.select(principal, labels, statuses)
+            if after is None or _place(sandbox) > after
+        ]
         page = rows[:limit]
-        following = _encode_cursor(page[-1].number) if len(rows) > limit else None
+        following = encode_cursor(*_place(page[-1])) if len(rows) > limit else None
         return page, following
 
 
@@ -159,12 +165,22 @@ def parse_labels(pairs: Iterable[str]) -> dict[str, str]:
     return labels
 
 
-def _encode_cursor(number: int) -> str:
-    return base64.urlsafe_b64encode(b"%d" % number).decode().rstrip("=")
+def _place(sandbox: Sandbox) -> tuple[float, str]:
+    """Its place in lists: the same in those of all services, also after a restart."""
+    return sandbox.created_at, sandbox.sandbox_id
 
 
-def _decode_cursor(cursor: str) -> int:
+def encode_cursor(created_at: float, sandbox_id: str) -> str:
+    """The cursor for what follows that sandbox."""
+    return base64.urlsafe_b64encode(f"{created_at!r} {sandbox_id}".encode()).decode().rstrip("=")
+
+
+def _decode_cursor(cursor: str) -> tuple[float, str]:
     try:
-        return int(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
+        text = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)).decode()
+        created_at, space, sandbox_id = text.partition(" ")
+        if not space:
+            raise ValueError
+        return float(created_at), sandbox_id
     except (ValueError, binascii.Error):
         raise InvalidRequest("cursor: use the next_cursor of the page before, unchanged") from None

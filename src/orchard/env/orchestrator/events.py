@@ -90,7 +90,7 @@ class EventLog:
             )
         reader = Reader(self, principal, labels, after)
         self._readers.add(reader)
-        self._metrics.event_streams.set(len(self._readers))
+        self._metrics.event_streams.inc()
         return reader
 
     def end_streams(self) -> None:
@@ -177,8 +177,9 @@ class Reader:
         return _text(kind.value, event_id, {"id": event_id, "type": kind.value, "time": time.time()})
 
     def close(self) -> None:
-        self._log._readers.discard(self)
-        self._log._metrics.event_streams.set(len(self._log._readers))
+        if self in self._log._readers:
+            self._log._readers.discard(self)
+            self._log._metrics.event_streams.dec()
 
 
 def _text(kind: str, event_id: str, data: dict[str, Any]) -> bytes:

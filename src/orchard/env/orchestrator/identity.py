@@ -6,9 +6,19 @@ import hashlib
 import json
 import os
 
+from starlette.types import ASGIApp
+
 from orchard.env.contract import CreateSandbox
 from orchard.env.errors import Conflict
 from orchard.env.orchestrator.sandbox import Sandbox
+
+
+class Elsewhere(Exception):
+    """The id that a creation names is known to another service. app: the way there."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        super().__init__("another service has a sandbox of this id")
+        self.app = app
 
 
 def new_id(owner: str, idempotency_key: str | None) -> str:
@@ -32,6 +42,11 @@ def same_or_conflict(known: Sandbox, owner: str, digest: str, *, by_key: bool) -
             " an id never means two sandboxes: choose another one"
         )
     return known
+
+
+def encoded(body: CreateSandbox) -> bytes:
+    """A request of the same digest, as JSON."""
+    return json.dumps(body.model_dump(mode="json", exclude_none=True)).encode()
 
 
 def body_digest(body: CreateSandbox) -> str:

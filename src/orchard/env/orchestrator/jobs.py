@@ -41,6 +41,10 @@ class Jobs:
             )
         return found
 
+    async def known(self, principal: Principal, job_id: str) -> bool:
+        """Whether there is such a job that the caller may see."""
+        return await self._table.visible(principal, job_id) is not None
+
     async def look(self, principal: Principal, job_id: str) -> bytes:
         """A job as JSON, as it is now."""
         job = await self.find(principal, job_id)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,6 +144,13 @@ class JobTable:
         record = await self._store.job(None, job_id)
         return record if record is not None and record.finished_at is not None else None
 
+    def known(self) -> Iterator[JobRecord]:
+        """Records of all that is in memory, the finished ones first."""
+        yield from self._recent.values()
+        for job in self._live.values():
+            if job.saved or job.acknowledged:
+                yield _start_record(job)
+
     # ----------------------------------------------------------------------------------------- changing
 
     def add(self, job: LiveJob) -> None:
@@ -165,10 +173,7 @@ class JobTable:
         """Make it known to the next run of the service; durable at the store's next flush."""
         if not job.saved and job.record is None:
             job.saved = True
-            head = json_bytes(job.head())
-            self._store.put_job(
-                JobRecord(job.sandbox.owner, job.job_id, job.sandbox.sandbox_id, job.digest, None, head)
-            )
+            self._store.put_job(_start_record(job))
 
     def complete(self, job: LiveJob, head: dict[str, Any], output: bytes) -> JobRecord:
         """It has finished: `head` are its JSON fields, `output` the rest of that object (see `JobRecord`)."""
@@ -248,6 +253,11 @@ class JobTable:
         self._save_starts()
         for job in self._live.values():
             job.interrupt(error)
+
+
+def _start_record(job: LiveJob) -> JobRecord:
+    head = json_bytes(job.head())
+    return JobRecord(job.sandbox.owner, job.job_id, job.sandbox.sandbox_id, job.digest, None, head)
 
 
 def finished_head(job: LiveJob, answer: dict[str, Any]) -> dict[str, Any]:

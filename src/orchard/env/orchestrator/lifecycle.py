@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from orchard.env.contract import CreateSandbox, EndReason, EventType, PatchSandbox, SandboxStatus
@@ -27,6 +28,7 @@ from orchard.env.orchestrator.events import EventLog
 from orchard.env.orchestrator.identity import body_digest, new_id, same_or_conflict
 from orchard.env.orchestrator.metrics import Metrics
 from orchard.env.orchestrator.queue import CreateQueue
+from orchard.env.orchestrator.quotas import Others
 from orchard.env.orchestrator.reaper import Reaper
 from orchard.env.orchestrator.sandbox import Sandbox
 from orchard.env.orchestrator.settings import ServiceSettings
@@ -46,6 +48,20 @@ class Dependents(Protocol):
     def sandbox_ended(self, sandbox: Sandbox, error: OrchardError) -> None: ...
 
 
+class Neighbourhood(Protocol):
+    """Other services that share the work."""
+
+    def creation(
+        self, principal: Principal, body: CreateSandbox, sandbox_id: str
+    ) -> AbstractAsyncContextManager[Others | None]:
+        """The sole right to make this sandbox; what others hold, as far as it matters. Raises `Elsewhere`."""
+        ...
+
+    async def created(self, principal: Principal) -> None:
+        """Have others count a creation for its owner's rate."""
+        ...
+
+
 class Lifecycle:
     def __init__(self, settings: ServiceSettings, runtime: Runtime, store: Store, catalog: Catalog,
                  metrics: Metrics, events: EventLog, tunnels: Tunnels, tracing: Tracing | None,
@@ -60,7 +76,8 @@ class Lifecycle:
         self._tracing = tracing
         self._boot = boot
         self.egress = EgressControl(runtime, catalog, events)
-        self._admission = Admission(catalog, metrics, settings.max_sandboxes)
+        self.admission = Admission(catalog, metrics, settings.max_sandboxes)
+        self.neighbours: Neighbourhood | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.queue = CreateQueue(settings.max_starting, settings.max_queue, self._begin_start)
         self.reaper = Reaper(self._deadline, self._expire)
@@ -72,7 +89,8 @@ class Lifecycle:
     async def create(self, principal: Principal, body: CreateSandbox) -> Sandbox:
         """Accept a new sandbox, or find the same one accepted before. Durable when it returns.
 
-        Raises `Conflict` (the id is taken), `Forbidden`, `TargetNotAllowed`, `QuotaExceeded`, `Overloaded`.
+        Raises `Conflict` (the id is taken), `Forbidden`, `TargetNotAllowed`, `QuotaExceeded`, `Overloaded`; with
+        neighbours also `Elsewhere`.
         """
         check_image(principal, body.image)
         if body.tunnels:
@@ -80,6 +98,14 @@ class Lifecycle:
         if body.allow_egress is not None:
             await self.egress.check()
         sandbox_id = body.sandbox_id or new_id(principal.owner, body.idempotency_key)
+        if self.neighbours is None:
+            return await self._create(principal, body, sandbox_id, None)
+        async with self.neighbours.creation(principal, body, sandbox_id) as others:
+            return await self._create(principal, body, sandbox_id, others)
+
+    async def _create(
+        self, principal: Principal, body: CreateSandbox, sandbox_id: str, others: Others | None
+    ) -> Sandbox:
         digest = body_digest(body)
         if body.sandbox_id or body.idempotency_key:
             known = await self._catalog.find(sandbox_id)
@@ -88,12 +114,15 @@ class Lifecycle:
                 return same_or_conflict(known, principal.owner, digest, by_key=body.sandbox_id is None)
         if self.closing:
             raise stopping("nothing was created")
-        self._admission.check(principal, body)
+        if others is None:
+            self.admission.check(principal, body)
+        else:
+            self.admission.check(principal, body, others)
         sandbox = self._new(principal.owner, sandbox_id, body, digest)
         if self._tracing is not None:
             sandbox.trace = self._tracing.current()
         self.queue.push(sandbox.owner, sandbox_id)
-        self._admission.admitted(principal)
+        self.admission.admitted(principal)
         self._catalog.add(sandbox)
         self._save(sandbox)
         self.reaper.watch(sandbox_id)
@@ -103,6 +132,8 @@ class Lifecycle:
         except OrchardError:
             self.end(sandbox, EndReason.DELETED, "it could not be stored")
             raise
+        if others is not None and self.neighbours is not None:
+            await self.neighbours.created(principal)
         self._events.publish(EventType.CREATED, sandbox)
         return sandbox
 
@@ -116,7 +147,6 @@ class Lifecycle:
             owner=owner,
             body=body,
             digest=digest,
-            number=self._catalog.next_number(),
             created_at=time.time(),
             ready_timeout_s=ready_timeout_s,
             ready_deadline=now + ready_timeout_s,

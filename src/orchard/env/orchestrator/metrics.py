@@ -31,6 +31,16 @@ class TunnelMeter:
     received: Counter
 
 
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What an orchestrator has just now: sandboxes by status, and how many creations wait and start, and commands."""
+
+    counts: Callable[[], dict[str, int]]
+    queued: Callable[[], int]
+    starting: Callable[[], int]
+    jobs: Callable[[], int]
+
+
 class Metrics:
     """One registry per service, so that several can live in one process."""
 
@@ -99,6 +109,12 @@ class Metrics:
         )  # fmt: skip
         self._request_children: dict[tuple[str, str, int], Counter] = {}
         self._seconds_children: dict[tuple[str, str], Histogram] = {}
+        self._watched: list[Watched] = []
+        for status in (SandboxStatus.PENDING, SandboxStatus.READY, SandboxStatus.PAUSED):
+            self.live.labels(status.value).set_function(partial(self._count, status.value))
+        self.queued.set_function(lambda: sum(each.queued() for each in self._watched))
+        self.starting.set_function(lambda: sum(each.starting() for each in self._watched))
+        self.jobs_live.set_function(lambda: sum(each.jobs() for each in self._watched))
 
     def request(self, method: str, route: str, status: int, seconds: float) -> None:
         """One HTTP answer; `route` is the template of the path, so that ids make no series, nor do odd methods."""
@@ -125,19 +141,21 @@ class Metrics:
             self._tunnel_bytes.labels(target, "in"),
         )
 
-    def watch(self, counts: Callable[[], dict[str, int]], queued: Callable[[], int], starting: Callable[[], int],
-              jobs: Callable[[], int]) -> None:  # fmt: skip
-        """Gauges that are read when they are asked for."""
-        for status in (SandboxStatus.PENDING, SandboxStatus.READY, SandboxStatus.PAUSED):
-            self.live.labels(status.value).set_function(partial(_count, counts, status.value))
-        self.queued.set_function(queued)
-        self.starting.set_function(starting)
-        self.jobs_live.set_function(jobs)
+    def watch(self, watched: Watched) -> None:
+        """Gauges that are read when they are asked for, and summed up."""
+        self._watched.append(watched)
+
+    def forget(self, watched: Watched) -> None:
+        """It is no more."""
+        self._watched = [each for each in self._watched if each is not watched]
+
+    def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """A gauge of its own that is read when it is asked for."""
+        Gauge(name, text, registry=self.registry).set_function(read)
+
+    def _count(self, status: str) -> float:
+        return sum(each.counts().get(status, 0) for each in self._watched)
 
     def text(self) -> bytes:
         """The exposition format, see `CONTENT_TYPE`."""
         return generate_latest(self.registry)
-
-
-def _count(counts: Callable[[], dict[str, int]], name: str) -> float:
-    return counts().get(name, 0)

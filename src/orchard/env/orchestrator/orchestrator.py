@@ -22,7 +22,7 @@ from orchard.env.orchestrator.files import Files
 from orchard.env.orchestrator.jobs import Jobs
 from orchard.env.orchestrator.jobtable import JobTable
 from orchard.env.orchestrator.lifecycle import Lifecycle
-from orchard.env.orchestrator.metrics import Metrics
+from orchard.env.orchestrator.metrics import Metrics, Watched
 from orchard.env.orchestrator.patches import Patches
 from orchard.env.orchestrator.sandbox import Sandbox, boot_id
 from orchard.env.orchestrator.settings import ServiceSettings
@@ -38,14 +38,19 @@ _HOUSEKEEPING_S = 15.0
 
 
 class Orchestrator:
-    """Everything but HTTP. Use it between `start` and `stop`."""
+    """Everything but HTTP. Use it between `start` and `stop`.
 
-    def __init__(self, settings: ServiceSettings, runtime: Runtime, store: Store) -> None:
+    metrics: to count in, when several orchestrators of one process have them in common.
+    """
+
+    def __init__(
+        self, settings: ServiceSettings, runtime: Runtime, store: Store, metrics: Metrics | None = None
+    ) -> None:
         self.settings = settings
         self.runtime = runtime
         self.store = store
         self.keys = KeyRing.from_settings(settings)
-        self.metrics = Metrics()
+        self.metrics = metrics or Metrics()
         self.audit = AuditLog(settings.audit_log, self.metrics) if settings.audit_log is not None else None
         self.tracing = Tracing(settings.otel_endpoint) if settings.otel_endpoint else None
         self._boot = boot_id()
@@ -77,14 +82,16 @@ class Orchestrator:
         self.running = False
         self._stopping = False
         queue = self.lifecycle.queue
-        self.metrics.watch(
+        self._watched = Watched(
             self.catalog.counts, lambda: len(queue), lambda: queue.starting, lambda: len(table)
         )
+        self.metrics.watch(self._watched)
 
     # -------------------------------------------------------------------------------------------- start
 
     async def start(self) -> None:
         """Make ready, and adopt what an earlier run left. Raises `OrchardError` when that is impossible."""
+        self.store.on_lost = self.put_again
         await self.store.open()
         self.runtime.on_death = self.lifecycle.died
         if isinstance(self.runtime, FiltersEgress):
@@ -96,10 +103,22 @@ class Orchestrator:
         self._housekeeper = asyncio.get_running_loop().create_task(self._keep_house())
         self.running = True
 
+    @property
+    def idle(self) -> bool:
+        """Nothing lives here, and no command is on its way to its end."""
+        return not self.catalog.live and not len(self._table)
+
+    def put_again(self) -> None:
+        """The store has lost what it had confirmed: put what is still known here."""
+        for sandbox in self.catalog.known():
+            self.store.put_sandbox(sandbox.record(self._boot))
+        for record in self._table.known():
+            self.store.put_job(record)
+
     async def _adopt(self) -> None:
         waiting: list[Sandbox] = []
         for record in await self.store.sandboxes():
-            sandbox = Sandbox.from_record(record, self.catalog.next_number(), self._boot)
+            sandbox = Sandbox.from_record(record, self._boot)
             self.catalog.add(sandbox)
             if sandbox.live:
                 waiting.append(sandbox)
@@ -163,6 +182,7 @@ class Orchestrator:
         """Let go of everything; sandboxes and their jobs live on, for the next run to adopt."""
         await self.begin_stop()
         await self.store.close()
+        self.metrics.forget(self._watched)
         if self.audit is not None:
             self.audit.close()
         if self.tracing is not None:

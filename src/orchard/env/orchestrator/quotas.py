@@ -29,6 +29,11 @@ class Quotas:
     max_memory: int | None = None
     creates_per_minute: int | None = None
 
+    @property
+    def limited(self) -> bool:
+        """Any of them is set."""
+        return self != NO_QUOTAS
+
     @classmethod
     def parse(cls, where: str, entry: dict[str, Any]) -> Quotas:
         """The quotas among the fields of a keys file's entry. Raises `SettingsError` that begins with `where`."""
@@ -76,6 +81,21 @@ class Use:
         self.sandboxes += times
         self.cpu_millionths += times * _millionths(body)
         self.memory_bytes += times * (parse_bytes(body.memory) if body.memory else 0)
+
+    def __add__(self, other: Use) -> Use:
+        return Use(
+            self.sandboxes + other.sandboxes,
+            self.cpu_millionths + other.cpu_millionths,
+            self.memory_bytes + other.memory_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """What other services hold: `use` of the one owner that is asked about, `live` sandboxes of all owners."""
+
+    use: Use
+    live: int
 
 
 def _millionths(body: CreateSandbox) -> int:

@@ -51,7 +51,6 @@ class Sandbox:
     owner: str
     body: CreateSandbox
     digest: str
-    number: int
     created_at: float
     ready_timeout_s: float
     ready_deadline: float
@@ -232,7 +231,7 @@ class Sandbox:
         return SandboxRecord(self.sandbox_id, self.ended_at, json_bytes(data))
 
     @classmethod
-    def from_record(cls, record: SandboxRecord, number: int, boot: str) -> Sandbox:
+    def from_record(cls, record: SandboxRecord, boot: str) -> Sandbox:
         """The sandbox of a stored record. A lease begins anew: nobody could renew it while the service was away."""
         data = json.loads(record.data)
         now = time.monotonic()
@@ -243,7 +242,6 @@ class Sandbox:
             owner=data["owner"],
             body=CreateSandbox.model_validate(data["body"], strict=False),
             digest=data["digest"],
-            number=number,
             created_at=data["created_at"],
             ready_timeout_s=data["ready_timeout_s"],
             ready_deadline=data["ready_deadline"] if same_boot else now + data["ready_timeout_s"],

@@ -11,18 +11,20 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from orchard.env.errors import SettingsError
 from orchard.env.images.pull import PullSettings
 from orchard.env.orchestrator import logging as logs
 from orchard.env.orchestrator.app import create_app
-from orchard.env.orchestrator.orchestrator import Orchestrator
 from orchard.env.orchestrator.settings import ServiceSettings
-from orchard.env.orchestrator.stores.sqlite import SqliteStore
+from orchard.env.orchestrator.stores.sqlite import SqliteStore, look_into
+from orchard.env.runtimes.base import Runtime
 from orchard.env.runtimes.registry import make_runtime
 
 _log = logging.getLogger(__name__)
@@ -44,47 +46,104 @@ def run(settings: ServiceSettings) -> None:
     settings.check_exposure()
     logs.configure(settings.log_level)
     _raise_file_limit()
-    with _locked(settings.state_dir), _listening(settings) as listener:
-        pull = PullSettings(
-            auth_file=settings.registry_auth_file, insecure_registries=tuple(settings.insecure_registries)
-        )
-        runtime = make_runtime(
+    pull = PullSettings(
+        auth_file=settings.registry_auth_file, insecure_registries=tuple(settings.insecure_registries)
+    )
+
+    def runtime_of(folder: Path) -> Runtime:
+        return make_runtime(
             settings.runtime,
-            settings.state_dir,
+            folder,
             pull=pull,
             pull_missing=settings.pull == "missing",
             egress_resolver=settings.egress_resolver,
         )
-        app = create_app(settings, runtime, SqliteStore(settings.state_dir / "orchestrator.db"))
-        config = uvicorn.Config(
-            app, loop="uvloop", http="httptools", ws="websockets-sansio", ws_max_size=_MAX_FRAME_BYTES,
-            ws_ping_interval=_PING_S, ws_ping_timeout=60.0, lifespan="off", access_log=False, log_config=None,
-            timeout_keep_alive=settings.keep_alive_s, timeout_graceful_shutdown=settings.shutdown_s,
-            backlog=_BACKLOG, server_header=False, date_header=False, proxy_headers=False,
-        )  # fmt: skip
-        server = _Server(config, app.state.orchestrator, _url(settings, listener))
-        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-            runner.run(server.serve_all(listener))
+
+    if settings.redis_url is not None:
+        _run_with_others(settings, settings.redis_url, runtime_of)
+        return
+    with _locked(settings.state_dir), _listening(settings) as listener:
+        _check_alone(settings.state_dir)
+        store = SqliteStore(settings.state_dir / "orchestrator.db")
+        app = create_app(settings, runtime_of(settings.state_dir), store)
+        _serve(settings, app, app.state.orchestrator, listener)
+
+
+def _run_with_others(
+    settings: ServiceSettings, redis_url: str, runtime_of: Callable[[Path], Runtime]
+) -> None:
+    # Imported only here: Redis is an extra.
+    try:
+        from orchard.env.orchestrator.replicas.front import Front
+        from orchard.env.orchestrator.replicas.household import Household
+    except ModuleNotFoundError as error:
+        if error.name != "redis":
+            raise
+        raise SettingsError("redis_url needs redis: pip install 'orchard-agents[redis]'") from None
+    with _locked(settings.state_dir, shared=True), _listening(settings) as listener:
+        household = Household(settings, redis_url, runtime_of, lambda app: _config(settings, app))
+        _serve(settings, Front(household), household, listener)
+
+
+def _check_alone(state_dir: Path) -> None:
+    """Raises `SettingsError` when services with a Redis left sandboxes that nobody would look after."""
+    live = sum(look_into(file).live for file in state_dir.glob("seats/*/orchestrator.db"))
+    if live:
+        raise SettingsError(
+            f"{state_dir} holds {live} sandboxes of services with --redis-url: start one with it again, or choose another"
+            " --state-dir"
+        )
+
+
+def _serve(settings: ServiceSettings, app: ASGIApp, work: Work, listener: socket.socket) -> None:
+    config = _config(settings, app)
+    server = _Server(config, work, _url(settings, listener))
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        runner.run(server.serve_all(listener))
+
+
+def _config(settings: ServiceSettings, app: ASGIApp) -> uvicorn.Config:
+    return uvicorn.Config(
+        app, loop="uvloop", http="httptools", ws="websockets-sansio", ws_max_size=_MAX_FRAME_BYTES,
+        ws_ping_interval=_PING_S, ws_ping_timeout=60.0, lifespan="off", access_log=False, log_config=None,
+        timeout_keep_alive=settings.keep_alive_s, timeout_graceful_shutdown=settings.shutdown_s,
+        backlog=_BACKLOG, server_header=False, date_header=False, proxy_headers=False,
+    )  # fmt: skip
+
+
+class Work(Protocol):
+    """What a service does besides HTTP: an orchestrator, or several."""
+
+    async def start(self) -> None: ...
+
+    async def begin_stop(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    @property
+    def reloads(self) -> bool: ...
+
+    def reload(self) -> None: ...
 
 
 class _Server(uvicorn.Server):
     """uvicorn's server, with the orchestrator's start and stop around it and our own signals."""
 
-    def __init__(self, config: uvicorn.Config, orchestrator: Orchestrator, url: str) -> None:
+    def __init__(self, config: uvicorn.Config, work: Work, url: str) -> None:
         super().__init__(config)
-        self._orchestrator = orchestrator
+        self._work = work
         self._url = url
 
     async def serve_all(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         for number in _STOP_SIGNALS:
             loop.add_signal_handler(number, self._stop, number)
-        reloads = self._orchestrator.reloads
+        reloads = self._work.reloads
         if reloads:
-            loop.add_signal_handler(signal.SIGHUP, self._orchestrator.reload)
+            loop.add_signal_handler(signal.SIGHUP, self._work.reload)
         try:
             # Started here and not by the lifespan: its errors reach the caller as they are.
-            await self._orchestrator.start()
+            await self._work.start()
             # What exists now lives as long as the process: the collector need not look at it again.
             gc.collect()
             gc.freeze()
@@ -92,7 +151,7 @@ class _Server(uvicorn.Server):
             if not self.should_exit:
                 await self.serve(sockets=[listener])
         finally:
-            await self._orchestrator.stop()
+            await self._work.stop()
             for number in _STOP_SIGNALS:
                 loop.remove_signal_handler(number)
             if reloads:
@@ -105,7 +164,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         # Before waiting for answers under way: those that wait for commands are told to come back.
-        await self._orchestrator.begin_stop()
+        await self._work.begin_stop()
         await super().shutdown(sockets)
 
     @contextlib.contextmanager
@@ -121,8 +180,8 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.contextmanager
-def _locked(state_dir: Path) -> Iterator[None]:
-    """The state directory for this process alone. Raises `SettingsError`."""
+def _locked(state_dir: Path, *, shared: bool = False) -> Iterator[None]:
+    """The state directory for this process alone, or for those that share it. Raises `SettingsError`."""
     try:
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Also one that was there before: it holds the files of sandboxes and the results of commands.
@@ -134,7 +193,7 @@ def _locked(state_dir: Path) -> Iterator[None]:
         ) from None
     try:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError:
             holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
             raise SettingsError(

@@ -44,7 +44,8 @@ class ServiceSettings:
     Attributes:
         host, port: where to listen; port 0 takes a free one. Without a key only a loopback host is accepted.
         runtime: name of the runtime that holds the sandboxes.
-        state_dir: everything the service keeps; one service at a time may use it.
+        state_dir: everything the service keeps; one service at a time may use it, or several with `redis_url`.
+        redis_url: the Redis in which services that share a state directory tell each other what they hold.
         api_keys: keys of owner `default` with role admin.
         keys_file: YAML or JSON list of tenants, see `orchard.env.orchestrator.auth`; read again on SIGHUP.
         audit_log: file that gets a line for every request that changes something and for every refused key.
@@ -75,6 +76,7 @@ class ServiceSettings:
     port: int = 8000
     runtime: str = "local"
     state_dir: Path = field(default_factory=default_state_dir)
+    redis_url: str | None = field(default=None, repr=False)
     api_keys: list[str] = field(default_factory=list, repr=False)
     keys_file: Path | None = None
     audit_log: Path | None = None
@@ -137,6 +139,10 @@ class ServiceSettings:
                 parse_resolver(self.egress_resolver)
             except ValueError as error:
                 raise SettingsError(f"egress_resolver {error}") from None
+        if self.redis_url is not None and not self.redis_url.startswith(("redis://", "rediss://", "unix://")):
+            raise SettingsError(
+                "redis_url must begin with redis://, rediss:// or unix:// (redis://[:PASSWORD@]HOST:PORT/0)"
+            )
         if self.log_level not in _LOG_LEVELS:
             raise SettingsError(
                 f"log_level {self.log_level!r} is unknown: use one of {', '.join(_LOG_LEVELS)}"
@@ -189,8 +195,9 @@ class ServiceSettings:
         return cls(**values)
 
     def public(self) -> dict[str, Any]:
-        """What may be logged: everything but the keys."""
-        shown = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "api_keys"}
+        """What may be logged: everything but the keys and passwords."""
+        secret = ("api_keys", "redis_url")
+        shown = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in secret}
         return {name: str(value) if isinstance(value, Path) else value for name, value in shown.items()}
 
 

@@ -16,7 +16,7 @@ from orchard.env.orchestrator.responses import events as sse
 from orchard.env.orchestrator.routes.base import errors, orchestrator, principal, router
 from orchard.env.orchestrator.routes.sandboxes import Labels
 
-_KEEPALIVE_S = 15.0
+KEEPALIVE_S = 15.0
 #: A reader that takes nothing for this long is dropped.
 SLOW_S = 30.0
 
@@ -49,6 +49,6 @@ async def _texts(open_reader: Callable[[], Reader]) -> AsyncGenerator[bytes, Non
     reader = open_reader()
     try:
         while not reader.ended:
-            yield await reader.next(_KEEPALIVE_S) or b": keepalive\n\n"
+            yield await reader.next(KEEPALIVE_S) or b": keepalive\n\n"
     finally:
         reader.close()

@@ -33,9 +33,11 @@ from orchard.env.contract import (
 from orchard.env.errors import InvalidRequest, OrchardError, SandboxTimeout
 from orchard.env.orchestrator.audit import SANDBOXES
 from orchard.env.orchestrator.auth import Principal
-from orchard.env.orchestrator.catalog import parse_labels
+from orchard.env.orchestrator.catalog import MAX_CURSOR, parse_labels
+from orchard.env.orchestrator.identity import Elsewhere, encoded
 from orchard.env.orchestrator.logging import request_id
 from orchard.env.orchestrator.orchestrator import Orchestrator
+from orchard.env.orchestrator.replicas.collect import collect, passed_on
 from orchard.env.orchestrator.responses import Json, json_of
 from orchard.env.orchestrator.routes.base import errors, orchestrator, principal, router
 
@@ -66,7 +68,10 @@ async def create(request: Request, body: CreateSandbox, wait: Seconds | None = N
     answers when the sandbox is ready or has failed to start, or when they are over, with what it is then. The same
     `sandbox_id` or `idempotency_key` with the same body is the same sandbox; with another body it is a 409."""
     service = orchestrator(request)
-    sandbox = await service.lifecycle.create(principal(request), body)
+    try:
+        sandbox = await service.lifecycle.create(principal(request), body)
+    except Elsewhere as other:
+        return await passed_on(other.app, request.scope, encoded(body))
     request.scope[SANDBOXES] = [sandbox.sandbox_id]
     if wait is not None:
         with suppress(SandboxTimeout):
@@ -80,14 +85,22 @@ async def create(request: Request, body: CreateSandbox, wait: Seconds | None = N
 async def create_many(request: Request, body: BatchCreate) -> Response:
     """Each entry as POST /sandboxes would answer it, in the same order: a sandbox or an error."""
     service, caller = orchestrator(request), principal(request)
-    results = await asyncio.gather(*(_create_one(service, caller, entry) for entry in body.sandboxes))
+    results = await asyncio.gather(
+        *(_create_one(request, service, caller, entry) for entry in body.sandboxes)
+    )
     request.scope[SANDBOXES] = [entry["sandbox"]["sandbox_id"] for entry in results if entry["sandbox"]]
     return json_of({"results": results})
 
 
-async def _create_one(service: Orchestrator, caller: Principal, body: CreateSandbox) -> dict[str, Any]:
+async def _create_one(
+    request: Request, service: Orchestrator, caller: Principal, body: CreateSandbox
+) -> dict[str, Any]:
     try:
         sandbox = await service.lifecycle.create(caller, body)
+    except Elsewhere as other:
+        answer = await collect(other.app, {**request.scope, "path": "/sandboxes"}, encoded(body))
+        made = answer.status == 200
+        return {"sandbox": answer.json() if made else None, "error": None if made else answer.json()}
     except OrchardError as error:
         return {"sandbox": None, "error": error.body(request_id.get())}
     return {"sandbox": service.describe(sandbox), "error": None}
@@ -99,7 +112,7 @@ async def list_all(
     label: Labels = [],  # noqa: B006 - FastAPI copies it
     status: Annotated[list[SandboxStatus], Query(description="default: the live ones")] = [],  # noqa: B006
     limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
-    cursor: Annotated[str | None, Query(max_length=64)] = None,
+    cursor: Annotated[str | None, Query(max_length=MAX_CURSOR)] = None,
 ) -> Response:
     """Those you may see, in order of creation. Ended ones only when their status is asked for."""
     service = orchestrator(request)

@@ -7,6 +7,7 @@ knowledge of it and a key-value server serves as well as a database.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,7 +59,12 @@ NO_OUTPUT = b',"stdout":"","stderr":""}'
 
 
 class Store(Protocol):
-    """See the module's docstring. Reads see earlier writes of the same store, flushed or not."""
+    """See the module's docstring. Reads see earlier writes of the same store, flushed or not.
+
+    on_lost: called when the store finds that it has lost what it had confirmed; whoever knows, puts it again.
+    """
+
+    on_lost: Callable[[], None]
 
     async def open(self) -> None:
         """Connect or create. Raises `OrchardError` when the place cannot be used."""

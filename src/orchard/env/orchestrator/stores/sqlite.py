@@ -12,6 +12,8 @@ import asyncio
 import logging
 import sqlite3
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from orchard.env.errors import InfrastructureError
@@ -43,13 +45,18 @@ _PUT_JOB = (
     " values(?, ?, ?, ?, ?, ?, ?)"
 )
 _JOB_COLUMNS = "owner, job_id, sandbox_id, digest, finished_at, head, output"
+_ANYTHING = "select exists(select 1 from sandboxes) or exists(select 1 from jobs)"
 
 
 class SqliteStore:
-    """See the module's docstring; the protocol is `orchard.env.orchestrator.stores.base.Store`."""
+    """See the module's docstring; the protocol is `orchard.env.orchestrator.stores.base.Store`.
 
-    def __init__(self, file: Path) -> None:
+    file: None keeps everything in memory, for a service that need not survive.
+    """
+
+    def __init__(self, file: Path | None) -> None:
         self._file = file
+        self.on_lost: Callable[[], None] = lambda: None
         self._db: sqlite3.Connection | None = None
         self._sandboxes: dict[str, SandboxRecord] = {}
         #: None: to be dropped.
@@ -57,20 +64,27 @@ class SqliteStore:
         self._flushed: asyncio.Future[None] | None = None
 
     async def open(self) -> None:
-        self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file = self._file
+        if file is None:
+            self._db = self._connect(":memory:")
+            return
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
-            self._db = self._connect()
+            self._db = self._connect_file(file)
         except sqlite3.DatabaseError as error:
             if isinstance(error, sqlite3.OperationalError):
-                raise InfrastructureError(f"cannot open the state in {self._file}: {error}") from None
-            self._set_aside(error)
-            self._db = self._connect()
+                raise InfrastructureError(f"cannot open the state in {file}: {error}") from None
+            _set_aside(file, error)
+            self._db = self._connect_file(file)
 
-    def _connect(self) -> sqlite3.Connection:
+    def _connect_file(self, file: Path) -> sqlite3.Connection:
         # First, as the log beside it takes over its mode.
-        self._file.touch(mode=0o600)
-        self._file.chmod(0o600)
-        db = sqlite3.connect(self._file, isolation_level=None)
+        file.touch(mode=0o600)
+        file.chmod(0o600)
+        return self._connect(str(file))
+
+    def _connect(self, name: str) -> sqlite3.Connection:
+        db = sqlite3.connect(name, isolation_level=None)
         try:
             # The state directory belongs to one process: no lock to take, no shared memory to map, per commit.
             db.execute("pragma locking_mode = exclusive")
@@ -81,7 +95,7 @@ class SqliteStore:
             version = db.execute("pragma user_version").fetchone()[0]
             if version > _VERSION:
                 raise InfrastructureError(
-                    f"{self._file} was written by a newer version of Orchard (format {version}); use that one, or"
+                    f"{name} was written by a newer version of Orchard (format {version}); use that one, or"
                     " another --state-dir"
                 )
             db.executescript(_SCHEMA)
@@ -91,17 +105,11 @@ class SqliteStore:
             raise
         return db
 
-    def _set_aside(self, error: Exception) -> None:
-        aside = self._file.with_name(f"{self._file.name}.damaged-{time.time():.0f}")
-        _log.error("the state file is damaged (%s); it is kept as %s and a new one begun", error, aside)
-        self._file.rename(aside)
-        for suffix in ("-wal", "-shm"):
-            self._file.with_name(self._file.name + suffix).unlink(missing_ok=True)
-
     async def close(self) -> None:
         if self._db is not None:
             self._commit()
-            self._db.execute("pragma wal_checkpoint(truncate)")
+            if self._file is not None:
+                self._db.execute("pragma wal_checkpoint(truncate)")
             self._db.close()
             self._db = None
 
@@ -224,6 +232,22 @@ class SqliteStore:
         rows = self._read(f"select {_JOB_COLUMNS} from jobs where finished_at is null order by n")
         return [JobRecord(*row) for row in rows]  # type: ignore[arg-type]
 
+    def job_heads(self, after: int, limit: int) -> list[tuple[int, JobRecord]]:
+        """Jobs without their output, in the order of their last change: at most `limit` after the number `after`,
+        each with its number."""
+        self._commit()
+        rows = self._read(
+            "select n, owner, job_id, sandbox_id, digest, finished_at, head from jobs where n > ? order by n limit ?",
+            after,
+            limit,
+        )
+        return [(int(str(n)), JobRecord(*values)) for n, *values in rows]  # type: ignore[arg-type]
+
+    def empty(self) -> bool:
+        """Nothing is kept."""
+        self._commit()
+        return self._read(_ANYTHING) == [(0,)]
+
     async def expire(self, jobs_before: float, sandboxes_before: float) -> Expired:
         self._commit()
         oldest = self._read(
@@ -244,3 +268,35 @@ class SqliteStore:
             db.executemany("delete from sandboxes where n = ?", [(n,) for n, _ in ended])
             db.execute("commit")
         return Expired(len(jobs), tuple(str(sandbox_id) for _, sandbox_id in ended))
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a state file holds. live: sandboxes that have not ended; anything: any record at all."""
+
+    live: int
+    anything: bool
+
+
+def look_into(file: Path) -> Kept:
+    """What is kept in the file of a store that nobody has open. A damaged one counts as holding something."""
+    if not file.exists():
+        return Kept(0, False)
+    try:
+        db = sqlite3.connect(file, isolation_level=None)
+        try:
+            db.execute("pragma locking_mode = exclusive")
+            live = db.execute("select count(*) from sandboxes where ended_at is null").fetchone()[0]
+            return Kept(live, bool(db.execute(_ANYTHING).fetchone()[0]))
+        finally:
+            db.close()
+    except sqlite3.Error:
+        return Kept(0, True)
+
+
+def _set_aside(file: Path, error: Exception) -> None:
+    aside = file.with_name(f"{file.name}.damaged-{time.time():.0f}")
+    _log.error("the state file is damaged (%s); it is kept as %s and a new one begun", error, aside)
+    file.rename(aside)
+    for suffix in ("-wal", "-shm"):
+        file.with_name(file.name + suffix).unlink(missing_ok=True)
