@@ -214,7 +214,7 @@ async def test_a_reader_that_takes_nothing_is_dropped_and_counted(
 
 
 async def test_silence_is_filled_with_comments(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(route, "_KEEPALIVE_S", 0.02)
+    monkeypatch.setattr(route, "KEEPALIVE_S", 0.02)
     hang_up = asyncio.Event()
     asyncio.get_running_loop().call_later(0.5, hang_up.set)
     reply = await running.call.get("/events", hang_up=hang_up)

@@ -56,11 +56,13 @@ class RedisStore:
     """See the module's docstring; the protocol is `orchard.env.orchestrator.stores.base.Store`.
 
     prefix: of all keys. patience_s: how long a flush or a read goes on trying when Redis does not answer, before it
-    raises `InfrastructureError`; what was put stays, and goes with the next flush.
+    raises `InfrastructureError`; what was put stays, and goes with the next flush. answer_s: how long one answer may take.
     """
 
-    def __init__(self, url: str, prefix: str = "orchard", *, patience_s: float = 10.0) -> None:
-        self._redis = connect(url)
+    def __init__(
+        self, url: str, prefix: str = "orchard", *, patience_s: float = 10.0, answer_s: float = _ANSWER_S
+    ) -> None:
+        self._redis = connect(url, answer_s)
         self._patience_s = patience_s
         self._prefix = prefix
         self._writer = f"{prefix}:writer:{os.urandom(8).hex()}"
@@ -144,13 +146,8 @@ class RedisStore:
         """Join the flush under way, or begin one: several callers share it, and none may cancel it for the others."""
         if self._flushing is None:
             self._flushing = asyncio.get_running_loop().create_task(self._flush())
-            self._flushing.add_done_callback(self._flush_ended)
+            self._flushing.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(self._flushing)
-
-    def _flush_ended(self, task: asyncio.Task[None]) -> None:
-        self._flushing = None
-        if not task.cancelled():
-            task.exception()
 
     async def _flush(self) -> None:
         goal = self._puts
@@ -165,6 +162,7 @@ class RedisStore:
             raise
         finally:
             self._flying = ({}, {})
+            self._flushing = None
 
     async def _write(
         self, sandboxes: dict[str, SandboxRecord], jobs: dict[tuple[str, str], JobRecord | None]
