@@ -54,9 +54,9 @@ async def new_store(server: RedisServer) -> AsyncIterator[NewStore]:
 
 
 async def until(settled: Callable[[], Awaitable[bool]]) -> None:
-    """AssertionError by time-out after twenty seconds."""
+    """TimeoutError after twenty seconds."""
     async with asyncio.timeout(20):
-        while not await settled():
+        while not await settled():  # noqa: ASYNC110 - what is looked at is in another process
             await asyncio.sleep(0.02)
 
 

@@ -36,8 +36,8 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-#: A seat's stream has begun or ended, instead of an event of it.
-_BEGUN, _ENDED = "begun", "ended"
+#: The stream of a seat has begun or ended, as types that no event has.
+_BEGUN, _ENDED = "(begun)", "(ended)"
 
 
 async def events(household: Household, scope: Scope, receive: Receive, send: Send) -> None:
@@ -126,8 +126,9 @@ class _Merged:
             return b""
         if event["type"] == _ENDED:
             # Its service is gone, or all are asked to come again with their keys.
-            self.tasks.pop(number, None)
-            self._follow(number)
+            del self.tasks[number]
+            if self._refused is None:
+                self._follow(number)
             return b""
         return self._text(number, event)
 

@@ -87,7 +87,7 @@ class Household:
         #: Seats that could not be taken over, and when to try again.
         self._failed: dict[int, float] = {}
         self._looking: asyncio.Task[None] | None = None
-        self._stopping = False
+        self._stopping = asyncio.Event()
         self.metrics.gauge("orchard_redis_up", "Whether Redis answers", lambda: float(self._store.up))
         self.metrics.gauge(
             "orchard_redis_published", "How often Redis was told everything anew", self._published
@@ -139,8 +139,13 @@ class Household:
         self.held[seat.number] = Held(seat, app, store, server, serving)
 
     async def _keep_looking(self) -> None:
-        while True:
-            await asyncio.sleep(_LOOK_EVERY_S)
+        while not self._stopping.is_set():
+            try:
+                async with asyncio.timeout(_LOOK_EVERY_S):
+                    await self._stopping.wait()
+                return
+            except TimeoutError:
+                pass
             try:
                 await self._look()
             except OrchardError as error:
@@ -199,11 +204,11 @@ class Household:
 
     async def begin_stop(self) -> None:
         """As `Orchestrator.begin_stop`, for every seat."""
-        if self._stopping:
+        if self._stopping.is_set():
             return
-        self._stopping = True
+        self._stopping.set()
         if self._looking is not None:
-            self._looking.cancel()
+            # A seat that is just being taken is taken first: half taken, it could not be let go of.
             await asyncio.wait({self._looking})
         await asyncio.gather(*(held.orchestrator.begin_stop() for held in self.held.values()))
 
