@@ -58,7 +58,14 @@ def new_replicas(runtime: RuntimeCase, tmp_path: Path) -> Iterator[NewReplicas]:
         replicas.end_and_check()
 
 
+@pytest.fixture(scope="module")
+def mortals(runtime: RuntimeCase, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
+    replicas = Replicas(tmp_path_factory.mktemp("mortals") / "state", runtime)
+    yield replicas
+    replicas.end_and_check()
+
+
 @pytest.fixture
-def pair(new_replicas: NewReplicas) -> Replicas:
-    """Two services of one's own."""
-    return new_replicas()
+def pair(mortals: Replicas) -> Replicas:
+    """Two services that may be ended, as may their Redis: all of them run when a test begins."""
+    return mortals.start()

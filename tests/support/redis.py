@@ -63,12 +63,16 @@ class RedisServer:
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
 
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def wipe(self) -> None:
         """Everything in it is gone."""
         self.client.flushall()
 
     def end(self) -> None:
-        if self._process is not None and self._process.poll() is None:
+        if self.running:
             self.thaw()
             self.kill()
         shutil.rmtree(self._folder)

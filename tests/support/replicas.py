@@ -6,6 +6,7 @@ import http.client
 import itertools
 import secrets
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,12 @@ class Replicas:
         ]
 
     def start(self) -> Replicas:
-        for service in self.services:
-            service.start()
+        """Have all run, Redis included, that do not."""
+        if not self.redis.running:
+            self.redis.start()
+        with ThreadPoolExecutor() as pool:
+            stopped = [service for service in self.services if not service.running]
+            list(pool.map(Service.start, stopped))
         return self
 
     @property
@@ -44,9 +49,7 @@ class Replicas:
     def end_and_check(self) -> None:
         """Deletes all, stops all, and fails when anything is left."""
         try:
-            for service in self.services:
-                if not service.running:
-                    service.start()
+            self.start()
             ids = {each["sandbox_id"] for each in live_sandboxes(self.services[0].rest)}
             self.services[-1].delete_all()
             for service in self.services:

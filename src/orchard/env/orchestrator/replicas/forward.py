@@ -19,7 +19,7 @@ from yarl import URL
 
 from orchard.env.errors import InfrastructureError, OrchardError
 from orchard.env.orchestrator.replicas.lines import Lines, Waiting
-from orchard.env.orchestrator.replicas.sockets import CLIENT_HEADER, STOPPING_HEADER
+from orchard.env.orchestrator.replicas.sockets import CLIENT_HEADER, COME_AGAIN, STOPPING_HEADER
 from orchard.env.orchestrator.routes.base import MAX_FILE_BODY_BYTES, read_body
 
 #: Of one connection, not of what goes over it.
@@ -32,8 +32,6 @@ _SOCKET_HEADERS = frozenset(
 )
 _REPEATABLE_METHODS = frozenset(("GET", "HEAD", "DELETE", "PATCH", "OPTIONS"))
 _REPEATABLE_POSTS = ("/exec", "/heartbeat", "/files", "/sandboxes")
-#: The close code of a WebSocket whose service is gone: come again.
-COME_AGAIN = 1012
 _SOCKET_ENDS = (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSING, aiohttp.WSMsgType.CLOSED)
 
 

@@ -11,8 +11,8 @@ from orchard.env.contract import API_VERSION, VERSION_HEADER
 from orchard.env.errors import OrchardError, Unauthorized
 from orchard.env.orchestrator.auth import Principal
 from orchard.env.orchestrator.replicas import following, gather
-from orchard.env.orchestrator.replicas.forward import COME_AGAIN
 from orchard.env.orchestrator.replicas.household import Household
+from orchard.env.orchestrator.replicas.sockets import COME_AGAIN
 from orchard.env.orchestrator.responses import error_response
 
 _log = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orchard.env.errors import NotFound
 from orchard.env.orchestrator.auth import Principal, Role
+from orchard.env.orchestrator.lifecycle import stopping
 from orchard.env.orchestrator.orchestrator import Orchestrator
 from orchard.env.orchestrator.replicas.seats import SOCKET
 from orchard.env.orchestrator.responses import error_response, json_of
@@ -23,6 +24,8 @@ CLIENT_HEADER = b"x-orchard-client"
 STOPPING_HEADER = b"x-orchard-stopping"
 QUESTIONS = "/-/"
 _TRY_AGAIN = 503
+#: The close code of a WebSocket whose service is gone.
+COME_AGAIN = 1012
 
 
 class SeatApp:
@@ -41,6 +44,9 @@ class SeatApp:
                 answer = error_response(error)  # type: ignore[assignment]
             await answer(scope, receive, send)
             return
+        if not self._orchestrator.running:
+            await _refuse(scope, receive, send)
+            return
         for name, value in scope["headers"]:
             if name == CLIENT_HEADER:
                 scope["client"] = (value.decode("latin-1"), 0)
@@ -52,6 +58,16 @@ class SeatApp:
             await send(message)
 
         await self._app(scope, receive, send_marked)
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    """What comes over a connection from before, while the service ends."""
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": COME_AGAIN})
+        return
+    answer = error_response(stopping("nothing was done"))
+    answer.raw_headers.append((STOPPING_HEADER, b"1"))
+    await answer(scope, receive, send)
 
 
 async def ask(orchestrator: Orchestrator, question: str, query: dict[str, str]) -> dict[str, Any]:
