@@ -68,12 +68,16 @@ class Alternating(Rest):
     """Every request goes to another service than the one before."""
 
     def __init__(self, ways: Sequence[Rest]) -> None:
-        super().__init__(ways[0].base_url, ways[0].api_key)
         self._ways = ways
         self._turns = itertools.count()
+        self.api_key = ways[0].api_key
 
     def _next(self) -> Rest:
         return self._ways[next(self._turns) % len(self._ways)]
+
+    @property
+    def base_url(self) -> str:  # type: ignore[override]
+        return self._next().base_url
 
     def with_key(self, api_key: str | None) -> Rest:
         return Alternating([way.with_key(api_key) for way in self._ways])
