@@ -6,20 +6,20 @@ import hashlib
 import http.client
 import os
 import stat
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.conformance.runtimes import RuntimeCase
 from tests.conformance.test_command_control import lost_exec
 from tests.conformance.test_events import stream as event_stream
 from tests.conformance.test_events import types
 from tests.conformance.test_pty import Pty
 from tests.conformance.test_streams import events
-from tests.replicas.conftest import NewReplicas
 from tests.support.keys import Tenant, write_keys_file
 from tests.support.replicas import Replicas
 from tests.support.rest import Answer, Box, Rest, new_id
@@ -260,6 +260,15 @@ def test_events_are_resumed_at_the_other_service(one: Rest, other: Rest) -> None
     assert sorted(types(found)) == sorted(["created", "starting", "ready", "ended"] * 2)
 
 
+def test_a_reader_that_has_missed_nothing_goes_on_at_once(one: Rest, other: Rest) -> None:
+    label = new_id("run")
+    with event_stream(one, f"?label=run={label}") as told:
+        seen = told.event()["id"]
+    resumed = event_stream(other, f"?label=run={label}", Last_Event_ID=seen)
+    with resumed as told, one.sandbox(IMAGE, labels={"run": label}):
+        assert types(told.until("ready")) == ["created", "starting", "ready"]
+
+
 def test_a_place_that_is_none_is_a_gap(one: Rest) -> None:
     with event_stream(one, Last_Event_ID="deadbeef-7") as told:
         assert told.event()["type"] == "gap"
@@ -268,11 +277,25 @@ def test_a_place_that_is_none_is_a_gap(one: Rest) -> None:
 # -- limits
 
 
+KEYS = [Tenant("few", max_sandboxes=2), Tenant("slow", creates_per_minute=3), Tenant("third")]
+
+
+@pytest.fixture(scope="module")
+def limited(runtime: RuntimeCase, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
+    folder = tmp_path_factory.mktemp("limited")
+    file = write_keys_file(folder / "keys.json", KEYS)
+    arguments = ("--keys-file", str(file), "--max-sandboxes", "5")
+    replicas = Replicas(folder / "state", runtime, arguments=arguments)
+    try:
+        yield replicas.start()
+    finally:
+        replicas.end_and_check()
+
+
 @pytest.fixture
-def tenants(new_replicas: NewReplicas, tmp_path: Path) -> tuple[Replicas, list[Tenant]]:
-    keys = [Tenant("few", max_sandboxes=2), Tenant("slow", creates_per_minute=3), Tenant("other")]
-    file = write_keys_file(tmp_path / "keys.json", keys)
-    return new_replicas("--keys-file", str(file), "--max-sandboxes", "5"), keys
+def tenants(limited: Replicas) -> tuple[Replicas, list[Tenant]]:
+    limited.services[0].delete_all()
+    return limited, KEYS
 
 
 def test_limits_hold_over_both_together(tenants: tuple[Replicas, list[Tenant]]) -> None:

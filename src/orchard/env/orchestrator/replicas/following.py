@@ -12,11 +12,13 @@ import logging
 import re
 import time
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs
 
 from starlette.types import Message, Receive, Scope, Send
 
 from orchard.env.contract import EventType
 from orchard.env.errors import InfrastructureError, OrchardError
+from orchard.env.orchestrator.catalog import parse_labels
 from orchard.env.orchestrator.replicas.collect import Collected
 from orchard.env.orchestrator.responses import json_bytes
 from orchard.env.orchestrator.routes.events import KEEPALIVE_S, SLOW_S
@@ -36,12 +38,14 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-#: The stream of a seat has begun or ended, as types that no event has.
-_BEGUN, _ENDED = "(begun)", "(ended)"
+#: The stream of a seat has ended, as a type that no event has.
+_ENDED = "(ended)"
 
 
 async def events(household: Household, scope: Scope, receive: Receive, send: Send) -> None:
     """GET /events."""
+    # What every seat would refuse is refused here.
+    parse_labels(parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True).get("label", []))
     stream = _Merged(household, scope)
     sending = asyncio.ensure_future(stream.send_all(send))
     gone = asyncio.ensure_future(_disconnected(receive))
@@ -71,19 +75,16 @@ class _Merged:
         self._missed = bool(last) and not self._places
 
     async def send_all(self, send: Send) -> None:
-        waiting = self._follow_new()
-        self._missed = self._missed or not set(self._places) <= waiting
-        self._places = {number: place for number, place in self._places.items() if number in waiting}
-        # Those whose place is known begin to tell right after it; the others first tell where they are.
+        followed = self._follow_new()
+        self._missed = self._missed or not set(self._places) <= followed
+        self._places = {number: place for number, place in self._places.items() if number in followed}
+        # Those whose place is known tell what comes after it, perhaps not soon; the others first tell where they are.
+        waiting = followed - set(self._places)
         early: list[tuple[int, dict[str, Any]]] = []
         while waiting and self._refused is None:
             number, event = await self._queue.get()
             if event["type"] == _ENDED:
                 self._refused = self._refused or _unavailable()
-            elif event["type"] == _BEGUN and number not in self._places:
-                continue
-            elif event["type"] == _BEGUN:
-                waiting.discard(number)
             elif event["type"] in _MARKS and number in waiting:
                 self._places[number] = event["id"]
                 self._missed = self._missed or self._resumed
@@ -122,8 +123,6 @@ class _Merged:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _take(self, number: int, event: dict[str, Any]) -> bytes:
-        if event["type"] == _BEGUN:
-            return b""
         if event["type"] == _ENDED:
             # Its service is gone, or all are asked to come again with their keys.
             del self.tasks[number]
@@ -173,8 +172,6 @@ class _Merged:
             nonlocal unread
             if message["type"] == "http.response.start":
                 answer.status, answer.headers = message["status"], list(message["headers"])
-                if answer.status == 200:
-                    await self._queue.put((number, {"type": _BEGUN}))
                 return
             unread += message.get("body", b"")
             if answer.status != 200:
