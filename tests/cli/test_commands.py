@@ -172,7 +172,6 @@ def test_the_words_after_the_dashes_are_no_options_of_ours(cli: Cli, sandbox_id:
         ["rm", "one", "--all"],
         ["cp", "here", "there"],
         ["cp", "one:/a", "two:/b"],
-        ["serve", "--redis-url", "somewhere"],
         ["serve", "--runtime", "docker"],
         ["serve", "--port", "many"],
     ],

@@ -30,7 +30,8 @@ def test_nothing_is_read_from_the_environment_by_itself(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("field", "value"),
     [("port", 70_000), ("port", "x"), ("port", True), ("max_starting", 0), ("ttl_s", "-1"), ("ttl_s", "nan"),
-     ("log_level", "loud"), ("tunnel_connect_timeout_s", 0), ("api_keys", [""]), ("max_sandboxes", 0), ("nonsense", 1)],
+     ("log_level", "loud"), ("tunnel_connect_timeout_s", 0), ("api_keys", [""]), ("max_sandboxes", 0), ("nonsense", 1),
+     ("redis_url", "somewhere")],
 )  # fmt: skip
 def test_senseless_values_are_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(SettingsError, match="API key" if field == "api_keys" else field):
@@ -46,7 +47,7 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, content: str) -> N
 
 
 def test_keys_stay_out_of_what_is_shown() -> None:
-    settings = ServiceSettings(api_keys=["very-secret"])
+    settings = ServiceSettings(api_keys=["very-secret"], redis_url="redis://:very-secret@localhost/0")
     assert "very-secret" not in repr(settings)
     assert "very-secret" not in json.dumps(settings.public())
 

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
 from orchard.env.contract import CreateSandbox
 from orchard.env.errors import Forbidden, Overloaded, QuotaExceeded
 from orchard.env.orchestrator.auth import Principal
 from orchard.env.orchestrator.catalog import Catalog
 from orchard.env.orchestrator.metrics import Metrics
-from orchard.env.orchestrator.quotas import Others, Rates, Use, check_use
+from orchard.env.orchestrator.quotas import Others, Rates, check_use
 
-_NO_OTHERS = Others(Use(), 0)
+
+class Neighbourhood(Protocol):
+    """Other services that share the work."""
+
+    def creation(
+        self, principal: Principal, body: CreateSandbox, sandbox_id: str
+    ) -> AbstractAsyncContextManager[Others | None]:
+        """The sole right to make this sandbox; what others hold, as far as it matters. Raises `Elsewhere`."""
+        ...
+
+    async def created(self, principal: Principal) -> None:
+        """Have others count a creation for its owner's rate."""
+        ...
 
 
 class Admission:
@@ -21,18 +36,21 @@ class Admission:
         self._max_sandboxes = max_sandboxes
         self._rates = Rates()
 
-    def check(self, principal: Principal, body: CreateSandbox, others: Others = _NO_OTHERS) -> None:
+    def check(self, principal: Principal, body: CreateSandbox, others: Others | None = None) -> None:
         """others: what other services hold. Raises `QuotaExceeded`, `Overloaded`, or `InvalidRequest` where a quota
         needs to know more."""
         quotas = principal.quotas
+        use, live = self._catalog.use_of(principal.owner), len(self._catalog.live)
+        if others is not None:
+            use, live = use + others.use, live + others.live
         try:
-            check_use(principal.owner, quotas, self._catalog.use_of(principal.owner) + others.use, body)
+            check_use(principal.owner, quotas, use, body)
             self._rates.check(principal.owner, quotas.creates_per_minute)
         except QuotaExceeded as error:
             self._metrics.quota_refusals.labels(error.extra["quota"]).inc()
             raise
         limit = self._max_sandboxes
-        if limit is not None and len(self._catalog.live) + others.live >= limit:
+        if limit is not None and live >= limit:
             raise Overloaded(
                 f"the service holds {limit} sandboxes, its limit; try again when some have ended",
                 retry_after_s=5.0,

@@ -14,12 +14,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from orchard.env.contract import CreateSandbox, EndReason, EventType, PatchSandbox, SandboxStatus
 from orchard.env.errors import InfrastructureError, OrchardError, SandboxTimeout
-from orchard.env.orchestrator.admission import Admission, check_image
+from orchard.env.orchestrator.admission import Admission, Neighbourhood, check_image
 from orchard.env.orchestrator.auth import Principal
 from orchard.env.orchestrator.catalog import Catalog
 from orchard.env.orchestrator.deaths import complete, death_record
@@ -46,20 +45,6 @@ class Dependents(Protocol):
     """What must know of a sandbox's end: its jobs and tunnels."""
 
     def sandbox_ended(self, sandbox: Sandbox, error: OrchardError) -> None: ...
-
-
-class Neighbourhood(Protocol):
-    """Other services that share the work."""
-
-    def creation(
-        self, principal: Principal, body: CreateSandbox, sandbox_id: str
-    ) -> AbstractAsyncContextManager[Others | None]:
-        """The sole right to make this sandbox; what others hold, as far as it matters. Raises `Elsewhere`."""
-        ...
-
-    async def created(self, principal: Principal) -> None:
-        """Have others count a creation for its owner's rate."""
-        ...
 
 
 class Lifecycle:
@@ -114,10 +99,7 @@ class Lifecycle:
                 return same_or_conflict(known, principal.owner, digest, by_key=body.sandbox_id is None)
         if self.closing:
             raise stopping("nothing was created")
-        if others is None:
-            self.admission.check(principal, body)
-        else:
-            self.admission.check(principal, body, others)
+        self.admission.check(principal, body, others)
         sandbox = self._new(principal.owner, sandbox_id, body, digest)
         if self._tracing is not None:
             sandbox.trace = self._tracing.current()

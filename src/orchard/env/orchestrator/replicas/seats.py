@@ -18,17 +18,20 @@ import fcntl
 import hashlib
 import os
 import secrets
+import time
 from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from orchard.env.errors import SettingsError
+from orchard.env.errors import Overloaded, SettingsError
 from orchard.env.orchestrator.stores.sqlite import look_into
 
 DATABASE = "orchestrator.db"
 SOCKET = "http.sock"
+#: Longer than a claim may be held while a dead service's seat is being taken over.
+_CLAIM_WITHIN_S = 15.0
 _CLAIM_PAUSE_MIN_S, _CLAIM_PAUSE_MAX_S = 0.001, 0.05
 
 
@@ -192,11 +195,17 @@ class Seats:
 
 async def _lock(lock: int) -> None:
     pause_s = _CLAIM_PAUSE_MIN_S
+    deadline = time.monotonic() + _CLAIM_WITHIN_S
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise Overloaded(
+                    "another service has been creating the same thing for long; try again in a moment",
+                    retry_after_s=2.0,
+                ) from None
             # Waiting in the kernel would hold a thread for each.
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _CLAIM_PAUSE_MAX_S)
