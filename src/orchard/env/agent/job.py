@@ -93,6 +93,7 @@ class Job:
         "created_at",
         "drained",
         "duration_s",
+        "ended_mono",
         "dying",
         "error",
         "error_code",
@@ -132,6 +133,7 @@ class Job:
         self.started_at: float | None = None
         self.started_mono = 0.0
         self.completed_at: float | None = None
+        self.ended_mono = 0.0
         self.duration_s: float | None = None
         self.queue_s: float | None = None
         self.exit_code: int | None = None
