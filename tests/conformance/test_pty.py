@@ -330,3 +330,30 @@ def test_many_at_once(new_box: NewBox) -> None:
     with ThreadPoolExecutor(20) as pool:
         shown = list(pool.map(one, range(100)))
     assert shown == [b"%d\r\ngot %d\r\n" % (n, n) for n in range(100)]
+
+
+def test_a_terminal_that_nobody_comes_back_to_is_ended(own_service: Callable[..., Service]) -> None:
+    service = own_service(environment={"ORCHARD_TERMINAL_DETACHED_S": "1"})
+    box = service.rest.create("host")
+    with closing(Pty(service.rest, box.id).start("sleep", "1000")) as pty:
+        left = pty.ready["pty_id"]
+    job = service.rest.wait_job(left, 30)
+    assert (job["status"], job["error_code"]) == ("failed", "cancelled")
+    assert "nobody was connected" in job["error"]
+
+
+def test_nor_one_that_was_left_before_the_service_was_killed(own_service: Callable[..., Service]) -> None:
+    service = own_service(environment={"ORCHARD_TERMINAL_DETACHED_S": "2"})
+    box = service.rest.create("host")
+    with closing(Pty(service.rest, box.id).start("sleep", "1000")) as pty:
+        service.kill()
+    service.start()
+    assert service.rest.wait_job(pty.ready["pty_id"], 30)["error_code"] == "cancelled"
+
+
+def test_one_that_is_in_use_is_not(own_service: Callable[..., Service]) -> None:
+    service = own_service(environment={"ORCHARD_TERMINAL_DETACHED_S": "0.5"})
+    box = service.rest.create("host")
+    with closing(Pty(service.rest, box.id).start("sh", "-c", "sleep 2; echo still here")) as pty:
+        assert pty.exit() == 0
+        assert b"still here" in pty.shown

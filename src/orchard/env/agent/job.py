@@ -94,6 +94,7 @@ class Job:
         "drained",
         "duration_s",
         "dying",
+        "ended_mono",
         "error",
         "error_code",
         "exit_code",
@@ -132,6 +133,7 @@ class Job:
         self.started_at: float | None = None
         self.started_mono = 0.0
         self.completed_at: float | None = None
+        self.ended_mono = 0.0
         self.duration_s: float | None = None
         self.queue_s: float | None = None
         self.exit_code: int | None = None

@@ -447,8 +447,9 @@ class JobTable:
             job.error_code = "cancelled"
             job.error = job.cancelled
         job.completed_at = time.time()
+        job.ended_mono = time.monotonic()
         if job.started_at is not None:
-            job.duration_s = time.monotonic() - job.started_mono
+            job.duration_s = job.ended_mono - job.started_mono
         job.status = "succeeded" if job.exit_code == 0 and job.error is None else "failed"
         job.stdin_buffer.clear()
         self._finished.append(job)
@@ -475,10 +476,10 @@ class JobTable:
 
     def _prune(self) -> None:
         """Keep finished jobs for the retention time, within a bound of memory."""
-        now = time.time()
+        now = time.monotonic()
         while self._finished:
             oldest = self._finished[0]
-            expired = oldest.completed_at is not None and now - oldest.completed_at > self._retention_s
+            expired = now - oldest.ended_mono > self._retention_s
             if not expired and self._retained <= self._retained_cap and len(self._finished) <= 20_000:
                 return
             if len(self._finished) == 1 and not expired:

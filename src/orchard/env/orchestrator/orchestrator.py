@@ -74,7 +74,7 @@ class Orchestrator:
         self.execution = Execution(settings, runtime, store, table, self.agents, self.lifecycle)
         self.jobs = Jobs(settings, store, table, self.agents, self.execution)
         self.streams = Streams(runtime)
-        self.terminals = Terminals(self.jobs, self.execution, self.agents)
+        self.terminals = Terminals(self.jobs, self.execution, self.agents, settings.terminal_detached_s)
         self.files = Files(self.agents)
         self.archives = Archives(self.agents, self.files)
         self.patches = Patches(self.agents, settings)
@@ -153,6 +153,7 @@ class Orchestrator:
     async def _adopt_jobs(self, sandbox: Sandbox, known: list[JobRecord]) -> None:
         try:
             await self.execution.adopt(sandbox, known)
+            self.terminals.adopt(sandbox)
         except OrchardError as error:
             # It died since it was adopted, or is about to: its end closes its jobs.
             for record in known:

@@ -58,6 +58,10 @@ class Json(Response):
         self.raw_headers = [(b"content-length", b"%d" % len(content)), (b"content-type", b"application/json")]
 
 
+#: What a client that has stopped reading holds here and in the agent is given back after this long.
+STALL_S = 300.0
+
+
 class Stream(Response):
     """Bytes of any number, sent as fast as the client takes them.
 
@@ -73,7 +77,7 @@ class Stream(Response):
         size: int | None = None,
         *,
         headers: Mapping[str, str] | None = None,
-        stall_s: float | None = None,
+        stall_s: float = STALL_S,
         on_drop: Callable[[], None] = lambda: None,
     ) -> None:
         self.status_code = 200
@@ -120,7 +124,7 @@ class Stream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def events(pieces: AsyncGenerator[bytes, None], stall_s: float | None = None,
+def events(pieces: AsyncGenerator[bytes, None], stall_s: float = STALL_S,
            on_drop: Callable[[], None] = lambda: None) -> Stream:  # fmt: skip
     """Server-sent events that are encoded already."""
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}

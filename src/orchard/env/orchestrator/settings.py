@@ -59,6 +59,7 @@ class ServiceSettings:
         job_retention_s: how long a finished job stays readable, also after its sandbox's end.
         ended_retention_s: how long the record of an ended sandbox is kept (and its id stays taken).
         agent_lost_after_s: an agent that cannot be reached for this long while a command runs is given up.
+        terminal_detached_s: a terminal to which nobody has come back for this long is ended.
         job_cache_bytes: finished jobs kept in memory; the others are read from disk.
         keep_alive_s: idle HTTP connections are closed after this.
         shutdown_s: how long a stopping service waits for answers under way.
@@ -92,6 +93,7 @@ class ServiceSettings:
     job_retention_s: float = FINISHED_JOB_RETENTION_S
     ended_retention_s: float = FINISHED_JOB_RETENTION_S
     agent_lost_after_s: float = 60.0
+    terminal_detached_s: float = 900.0
     job_cache_bytes: int = 64 << 20
     keep_alive_s: int = 120
     shutdown_s: int = 10
@@ -124,6 +126,7 @@ class ServiceSettings:
             "ttl_s",
             "heartbeat_timeout_s",
             "agent_lost_after_s",
+            "terminal_detached_s",
             "tunnel_connect_timeout_s",
         ):
             if not getattr(self, name) > 0:

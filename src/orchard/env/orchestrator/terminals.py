@@ -24,8 +24,6 @@ from orchard.env.orchestrator.sandbox import Sandbox
 from orchard.env.orchestrator.stores.base import JobRecord
 
 _log = logging.getLogger(__name__)
-#: A terminal to which nobody has come back for so long is ended.
-DETACHED_S = 900.0
 _LET_GO_S = 0.5
 #: A login shell, with bash where there is one.
 _SHELL = ["sh", "-c", "command -v bash >/dev/null 2>&1 && exec bash -l; exec sh -l"]
@@ -40,10 +38,13 @@ class Holder:
 
 
 class Terminals:
-    def __init__(self, jobs: Jobs, execution: Execution, agents: Agents) -> None:
+    """detached_s: a terminal to which nobody has come back for so long is ended."""
+
+    def __init__(self, jobs: Jobs, execution: Execution, agents: Agents, detached_s: float) -> None:
         self._jobs = jobs
         self._execution = execution
         self._agents = agents
+        self._detached_s = detached_s
         self._holders: dict[tuple[str, str], Holder] = {}
         self._timers: dict[tuple[str, str], asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -95,9 +96,18 @@ class Terminals:
         if self._holders.get(job.key) is not holder:
             return
         del self._holders[job.key]
+        self._expect(job)
+
+    def adopt(self, sandbox: Sandbox) -> None:
+        """Those that an earlier run of the service has opened wait for their users."""
+        for job in sandbox.jobs.values():
+            if job.terminal and job.key not in self._holders:
+                self._expect(job)
+
+    def _expect(self, job: LiveJob) -> None:
         if job.record is None:
             loop = asyncio.get_running_loop()
-            self._timers[job.key] = loop.call_later(DETACHED_S, self._abandoned, job)
+            self._timers[job.key] = loop.call_later(self._detached_s, self._abandoned, job)
 
     def _abandoned(self, job: LiveJob) -> None:
         self._timers.pop(job.key, None)

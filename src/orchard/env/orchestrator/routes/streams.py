@@ -23,7 +23,7 @@ routes = router("commands")
 Offset = Annotated[int, Query(ge=0)]
 #: Asked for at once: events are made of pieces of this size, so that a reader sees them in good time.
 _EVENT_BYTES = 512 << 10
-_RAW_BYTES = 4 << 20
+_RAW_BYTES = 1 << 20
 _OFFSET_HEADER = "X-Orchard-Offset"
 
 
