@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import machine
 from experiments.soak.clients import LEASE_S
-from experiments.soak.strikes import ClientProcesses, Strikes, faketime_library, stepped_clock
+from experiments.soak.strikes import ClientProcesses, Strikes, come_back, faketime_library, stepped_clock
 from experiments.soak.verdict import Verdict, latencies, read, until_gone
 from tests.conformance.runtimes import RUNTIMES
 from tests.support.machine import Leftovers, resident_bytes
@@ -24,7 +24,7 @@ from tests.support.service import Service, live_sandboxes
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 CLIENT_PROCESSES = 4
-DISK_MIB = 384
+DISK_MIB = 512
 
 
 def soak(folder: Path, seconds: float, clients: int, seed: int) -> dict[str, Any]:
@@ -39,8 +39,8 @@ def soak(folder: Path, seconds: float, clients: int, seed: int) -> dict[str, Any
     options = (*runtime.serve_arguments, "--redis-url", redis.url, "--max-starting", "4")
     key = f"soak-{seed}"
     services = [
-        Service(disk / "state", arguments=options, api_key=key, name="-A"),
-        Service(disk / "state", arguments=options, api_key=key, name="-B",
+        Service(disk / "state", arguments=options, api_key=key, name="-A", logs=folder),
+        Service(disk / "state", arguments=options, api_key=key, name="-B", logs=folder,
                 environment=stepped_clock(clock) if clock is not None else {}),
     ]  # fmt: skip
     try:
@@ -91,7 +91,7 @@ def _mend(services: list[Service], redis: RedisServer, disk: Path) -> None:
         redis.start()
     for service in services:
         if not service.running:
-            service.start()
+            come_back(service)
 
 
 def _end(services: list[Service], disk: Path, sandbox_ids: set[str]) -> list[str]:

@@ -176,7 +176,7 @@ class Client(threading.Thread):
         """Takes a little of a long stream, and then nothing more for a while."""
         job_id = new_id("job")
         body = {
-            "command": "head -c 30000000 /dev/zero",
+            "command": "head -c 5000000 /dev/zero; sleep 5; head -c 5000000 /dev/zero",
             "job_id": job_id,
             "background": True,
             "timeout_seconds": 60,

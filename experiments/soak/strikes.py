@@ -133,7 +133,7 @@ class Strikes:
         service = self._random.choice(self._services)
         if service.running:
             service.kill()
-            self._later(self._random.uniform(0, 2.5), service.start)
+            self._later(self._random.uniform(0, 2.5), lambda: come_back(service))
 
     def kill_helper(self) -> None:
         """A process below a service: what makes sandboxes, mostly."""
@@ -181,6 +181,19 @@ class Strikes:
         """The wall clock of one service jumps; the others' do not."""
         assert self._clock is not None
         self._clock.write_text(f"{self._random.choice(_CLOCK_STEPS_S):+d}\n")
+
+
+def come_back(service: Service, within_s: float = 30.0) -> None:
+    """Start it as a supervisor does: again and again where a full disk, say, does not let it."""
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            service.start()
+            return
+        except AssertionError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.3)
 
 
 def _sandbox_of(pid: int) -> str | None:

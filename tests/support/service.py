@@ -35,8 +35,10 @@ class Service:
         environment: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
         name: str = "",
+        logs: Path | None = None,
     ) -> None:
-        """name: tells its logs from those of other services on the same state directory."""
+        """name: tells its logs from those of other services on the same state directory. logs: where they are, if not
+        beside that."""
         self.state_dir = state_dir
         self.api_key = secrets.token_hex(16) if api_key == "" else api_key
         self.mark = secrets.token_hex(16)
@@ -45,6 +47,7 @@ class Service:
         self._prefix = [*prefix]
         self.base_url = ""
         self._host = host
+        self._logs = logs or state_dir.parent
         self._name = name
         self._port = 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -54,12 +57,12 @@ class Service:
     @property
     def log_path(self) -> Path:
         """stderr of the latest start."""
-        return self.state_dir.parent / f"{self.state_dir.name}{self._name}.{self._starts}.stderr"
+        return self._logs / f"{self.state_dir.name}{self._name}.{self._starts}.stderr"
 
     @property
     def out_path(self) -> Path:
         """stdout of the latest start."""
-        return self.state_dir.parent / f"{self.state_dir.name}{self._name}.{self._starts}.stdout"
+        return self._logs / f"{self.state_dir.name}{self._name}.{self._starts}.stdout"
 
     @property
     def pid(self) -> int:
