@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from orchard.env.errors import InfrastructureError
-from orchard.env.orchestrator.stores.base import JobRecord
+from orchard.env.orchestrator.stores.base import Expired, JobRecord
 from orchard.env.orchestrator.stores.sqlite import SqliteStore
 
 
@@ -28,10 +28,60 @@ async def store(tmp_path: Path) -> AsyncIterator[SqliteStore]:
     await store.close()
 
 
+async def test_age_counts_over_a_restart_whatever_the_wall_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SqliteStore(tmp_path / "state.db")
+    await store.open()
+    store.put_job(job("j"))
+    await store.close()
+    monkeypatch.setattr("time.time", lambda: 9e9)
+    again = SqliteStore(tmp_path / "state.db")
+    await again.open()
+    assert (await again.expire(3600.0, 3600.0)).jobs == 0
+    assert (await again.expire(0.0, 0.0)).jobs == 1
+    await again.close()
+
+
+async def test_after_the_machine_was_started_anew_age_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SqliteStore(tmp_path / "state.db")
+    await store.open()
+    store.now = lambda: 5e6
+    store.put_job(job("j"))
+    await store.close()
+    monkeypatch.setattr("orchard.env.orchestrator.clock.boot_id", lambda: "another")
+    again = SqliteStore(tmp_path / "state.db")
+    await again.open()
+    assert 5e6 <= again.now() < 5e6 + 60
+    await again.close()
+
+
+async def test_a_file_of_the_first_version_is_taken_over(tmp_path: Path) -> None:
+    db = sqlite3.connect(tmp_path / "state.db")
+    db.executescript("""
+        create table sandboxes(
+            n integer primary key, sandbox_id text not null unique, ended_at real, data blob not null);
+        create table jobs(
+            n integer primary key, owner text not null, job_id text not null, sandbox_id text not null,
+            digest text not null, finished_at real, head blob not null, output blob not null, unique(job_id, owner));
+        insert into jobs values(1, 'me', 'j', 'box', 'digest', 1.0, '{"a":1}', ',}');
+        insert into sandboxes values(1, 'box', 1.0, '{}');
+        pragma user_version = 1;
+    """)
+    db.close()
+    store = SqliteStore(tmp_path / "state.db")
+    await store.open()
+    assert await store.job("me", "j") is not None
+    assert await store.expire(60.0, 60.0) == Expired(0, ())
+    await store.close()
+
+
 _WRITER = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from orchard.env.orchestrator.stores.base import JobRecord
+from orchard.env.orchestrator.stores.base import Expired, JobRecord
 from orchard.env.orchestrator.stores.sqlite import SqliteStore
 
 async def main():

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from orchard.env.errors import InfrastructureError
-from orchard.env.orchestrator.stores.base import JobRecord, SandboxRecord, Store
+from orchard.env.orchestrator.stores.base import Expired, JobRecord, SandboxRecord, Store
 from orchard.env.orchestrator.stores.mirrored import MirroredStore
 from orchard.env.orchestrator.stores.redis import RedisStore
 from orchard.env.orchestrator.stores.sqlite import SqliteStore
@@ -115,22 +116,48 @@ async def test_any_bytes_come_back_as_they_were(store: Store) -> None:
     assert await store.sandbox("box") == SandboxRecord("box", 1.25, data)
 
 
+def set_clock(store: Any, now: float) -> None:
+    for each in (store, getattr(store, "_truth", None), getattr(store, "_mirror", None)):
+        if each is not None:
+            each.now = lambda: now
+
+
+async def settled(store: Any) -> None:
+    """Flushed, the mirror too."""
+    await store.flush()
+    if isinstance(store, MirroredStore):
+        await store._mirror.flush()
+
+
+async def test_the_times_in_records_decide_nothing(store: Store) -> None:
+    """They are of a wall clock, which may have stood anywhere."""
+    store.put_job(job("of 1970", finished_at=1.0))
+    store.put_sandbox(SandboxRecord("box", 1.0, b"{}"))
+    await settled(store)
+    assert await store.expire(60.0, 60.0) == Expired(0, ())
+
+
 async def test_expiry_drops_the_old_and_nothing_else(store: Store) -> None:
+    set_clock(store, 10.0)
     store.put_job(job("running", finished_at=None, output=b""))
     for number in range(500):
-        store.put_job(job(f"old{number}", finished_at=10.0))
-    store.put_job(job("new", finished_at=20.0))
-    for name, ended_at in (("dead", 10.0), ("fresh", 20.0), ("alive", None)):
-        store.put_sandbox(SandboxRecord(name, ended_at, b"{}"))
-    await store.flush()
+        store.put_job(job(f"old{number}"))
+    store.put_sandbox(SandboxRecord("dead", 1.0, b"{}"))
+    store.put_sandbox(SandboxRecord("alive", None, b"{}"))
+    await settled(store)
+    set_clock(store, 20.0)
+    store.put_job(job("new"))
+    store.put_sandbox(SandboxRecord("fresh", 1.0, b"{}"))
+    await settled(store)
+    set_clock(store, 25.0)
     jobs, sandboxes = 0, []
-    while (dropped := await store.expire(15.0, 15.0)).jobs or dropped.sandbox_ids:
+    while (dropped := await store.expire(10.0, 10.0)).jobs or dropped.sandbox_ids:
         jobs += dropped.jobs
         sandboxes += dropped.sandbox_ids
     assert (jobs, sandboxes) == (500, ["dead"])
     assert await store.job("me", "new") and await store.job("me", "running")
     assert await store.job("me", "old7") is None and await store.job(None, "old7") is None
-    assert [record.sandbox_id for record in await store.sandboxes()] == ["fresh", "alive"]
+    assert [record.sandbox_id for record in await store.sandboxes()] == ["alive", "fresh"]
 
 
 async def test_a_closed_store_says_so(store: Store) -> None:

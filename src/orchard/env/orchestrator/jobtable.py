@@ -114,7 +114,8 @@ class JobTable:
         self._metrics = metrics
         self._tracing = tracing
         self._live: dict[tuple[str, str], LiveJob] = {}
-        self._recent: OrderedDict[tuple[str, str], JobRecord] = OrderedDict()
+        #: With the monotonic time of their end.
+        self._recent: OrderedDict[tuple[str, str], tuple[JobRecord, float]] = OrderedDict()
         self._recent_bytes = 0
         self._cache_bytes = cache_bytes
         self._unsaved: list[LiveJob] = []
@@ -130,7 +131,9 @@ class JobTable:
 
     async def finished(self, owner: str, job_id: str) -> JobRecord | None:
         """A finished job of an owner, from memory or the store."""
-        record = self._recent.get((owner, job_id)) or await self._store.job(owner, job_id)
+        if (recent := self._recent.get((owner, job_id))) is not None:
+            return recent[0]
+        record = await self._store.job(owner, job_id)
         return record if record is not None and record.finished_at is not None else None
 
     async def visible(self, principal: Principal, job_id: str) -> LiveJob | JobRecord | None:
@@ -146,7 +149,8 @@ class JobTable:
 
     def known(self) -> Iterator[JobRecord]:
         """Records of all that is in memory, the finished ones first."""
-        yield from self._recent.values()
+        for record, _ in self._recent.values():
+            yield record
         for job in self._live.values():
             if job.saved or job.acknowledged:
                 yield _start_record(job)
@@ -225,17 +229,18 @@ class JobTable:
         size = len(record.head) + len(record.output) + 500
         if size > self._cache_bytes // 8:
             return
-        self._recent[key] = record
+        self._recent[key] = record, time.monotonic()
         self._recent_bytes += size
         while self._recent_bytes > self._cache_bytes:
-            _, oldest = self._recent.popitem(last=False)
+            oldest, _ = self._recent.popitem(last=False)[1]
             self._recent_bytes -= len(oldest.head) + len(oldest.output) + 500
 
-    def expire(self, before: float) -> None:
-        """Forget finished ones of before the Unix time `before`; the store forgets its own."""
+    def expire(self, age_s: float) -> None:
+        """Forget finished ones of more than `age_s` seconds ago; the store forgets its own."""
+        before = time.monotonic() - age_s
         while self._recent:
-            key, record = next(iter(self._recent.items()))
-            if record.finished_at is None or record.finished_at >= before:
+            key, (record, ended) = next(iter(self._recent.items()))
+            if ended >= before:
                 return
             del self._recent[key]
             self._recent_bytes -= len(record.head) + len(record.output) + 500

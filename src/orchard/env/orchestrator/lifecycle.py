@@ -93,7 +93,7 @@ class Lifecycle:
     ) -> Sandbox:
         digest = body_digest(body)
         if body.sandbox_id or body.idempotency_key:
-            known = await self._catalog.find(sandbox_id)
+            known = await self._known(sandbox_id)
             if known is not None:
                 await self._store.flush()
                 return same_or_conflict(known, principal.owner, digest, by_key=body.sandbox_id is None)
@@ -112,12 +112,27 @@ class Lifecycle:
         try:
             await self._store.flush()
         except OrchardError:
+            sandbox.refused = True
             self.end(sandbox, EndReason.DELETED, "it could not be stored")
             raise
         if others is not None and self.neighbours is not None:
             await self.neighbours.created(principal)
         self._events.publish(EventType.CREATED, sandbox)
         return sandbox
+
+    async def _known(self, sandbox_id: str) -> Sandbox | None:
+        """What has the id. One whose creation was refused does not have it any more, once it is freed."""
+        while (known := await self._catalog.find(sandbox_id)) is not None and known.refused:
+            if sandbox_id not in self._catalog.live:
+                self._catalog.forget([sandbox_id])
+                return None
+            if known.ending is None:
+                raise InfrastructureError(
+                    f"an earlier sandbox {sandbox_id} could not be freed yet; try again in a moment",
+                    retry_after_s=2.0,
+                )
+            await asyncio.shield(known.ending)
+        return known
 
     def _new(self, owner: str, sandbox_id: str, body: CreateSandbox, digest: str) -> Sandbox:
         now = time.monotonic()

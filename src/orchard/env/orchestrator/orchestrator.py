@@ -16,6 +16,7 @@ from orchard.env.orchestrator.archives import Archives
 from orchard.env.orchestrator.audit import AuditLog
 from orchard.env.orchestrator.auth import KeyRing
 from orchard.env.orchestrator.catalog import Catalog
+from orchard.env.orchestrator.clock import boot_id
 from orchard.env.orchestrator.events import EventLog
 from orchard.env.orchestrator.execution import Execution
 from orchard.env.orchestrator.files import Files
@@ -24,7 +25,7 @@ from orchard.env.orchestrator.jobtable import JobTable
 from orchard.env.orchestrator.lifecycle import Lifecycle
 from orchard.env.orchestrator.metrics import Metrics, Watched
 from orchard.env.orchestrator.patches import Patches
-from orchard.env.orchestrator.sandbox import Sandbox, boot_id
+from orchard.env.orchestrator.sandbox import Sandbox
 from orchard.env.orchestrator.settings import ServiceSettings
 from orchard.env.orchestrator.stores.base import JobRecord, Store
 from orchard.env.orchestrator.streaming import Streams
@@ -228,12 +229,11 @@ class Orchestrator:
         """Drop what has been kept long enough."""
         while True:
             await asyncio.sleep(_HOUSEKEEPING_S)
-            now = time.time()
+            settings = self.settings
             try:
-                jobs_before = now - self.settings.job_retention_s
-                self._table.expire(jobs_before)
+                self._table.expire(settings.job_retention_s)
                 while True:
-                    dropped = await self.store.expire(jobs_before, now - self.settings.ended_retention_s)
+                    dropped = await self.store.expire(settings.job_retention_s, settings.ended_retention_s)
                     self.catalog.forget(dropped.sandbox_ids)
                     if not dropped.jobs and not dropped.sandbox_ids:
                         break

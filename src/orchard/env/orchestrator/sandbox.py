@@ -7,7 +7,6 @@ import json
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchard.env.contract import (
@@ -28,14 +27,6 @@ if TYPE_CHECKING:
 
 LIVE = (SandboxStatus.PENDING, SandboxStatus.READY, SandboxStatus.PAUSED)
 _LOG_LINES = 200
-
-
-def boot_id() -> str:
-    """Names this run of the kernel: monotonic times of the same run can be compared across processes."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-    except OSError:
-        return ""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +63,8 @@ class Sandbox:
     log: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=_LOG_LINES))
     #: Refused attempts to reach something, apart: many of them must not push out the lines of its life.
     denials: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=_LOG_LINES))
+    #: Its creation was answered with an error: for its client it has never been.
+    refused: bool = False
     holds: int = 0
     jobs: dict[str, LiveJob] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
@@ -226,6 +219,7 @@ class Sandbox:
             "death": self.death,
             "runtime_state": self.runtime_state,
             "queue_s": self.queue_s,
+            "refused": self.refused,
             "log": list(self.log) if self.ended_at is None else [],
         }
         return SandboxRecord(self.sandbox_id, self.ended_at, json_bytes(data))
@@ -260,6 +254,7 @@ class Sandbox:
             death=Death.model_validate(data["death"], strict=False) if data["death"] else None,
             runtime_state=data["runtime_state"],
             queue_s=data["queue_s"],
+            refused=data.get("refused", False),
         )
         sandbox.log.extend((at, message) for at, message in data["log"])
         if sandbox.status is not SandboxStatus.PENDING:

@@ -104,7 +104,8 @@ class Store(Protocol):
         """All that are not known to have finished, oldest first."""
         ...
 
-    async def expire(self, jobs_before: float, sandboxes_before: float) -> Expired:
-        """Drop some of the jobs finished and sandboxes ended before the given Unix times; to be repeated until
-        nothing is dropped."""
+    async def expire(self, job_age_s: float, sandbox_age_s: float) -> Expired:
+        """Drop some of the finished jobs and ended sandboxes that were put longer ago than that, in seconds; to be
+        repeated until nothing is dropped. Their age is by the store's own clock: the times in the records are of wall
+        clocks, which may step."""
         ...

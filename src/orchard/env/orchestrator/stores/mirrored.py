@@ -147,11 +147,11 @@ class MirroredStore:
     async def unfinished_jobs(self) -> list[JobRecord]:
         return await self._truth.unfinished_jobs()
 
-    async def expire(self, jobs_before: float, sandboxes_before: float) -> Expired:
-        dropped = await self._truth.expire(jobs_before, sandboxes_before)
+    async def expire(self, job_age_s: float, sandbox_age_s: float) -> Expired:
+        dropped = await self._truth.expire(job_age_s, sandbox_age_s)
         try:
             if self._mirror.up:
-                await self._mirror.expire(jobs_before, sandboxes_before)
+                await self._mirror.expire(job_age_s, sandbox_age_s)
         except InfrastructureError:
             self._stale = True
         return dropped

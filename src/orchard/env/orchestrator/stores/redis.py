@@ -28,6 +28,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from orchard.env.errors import InfrastructureError, SettingsError
+from orchard.env.orchestrator.clock import SteadyClock
 from orchard.env.orchestrator.stores.base import Expired, JobRecord, SandboxRecord
 
 _log = logging.getLogger(__name__)
@@ -76,6 +77,9 @@ class RedisStore:
         self._flying: tuple[dict[str, SandboxRecord], dict[tuple[str, str], JobRecord | None]] = ({}, {})
         self._puts = self._stored = 0
         self._order = 0
+        #: Redis' own time less our monotonic one, in seconds: ages are by the clock that all writers share.
+        self._clock = SteadyClock()
+        self.now: Callable[[], float] = self._clock.now
         self._flushing: asyncio.Task[None] | None = None
         self._checker: asyncio.Task[None] | None = None
         self._closed = False
@@ -86,7 +90,7 @@ class RedisStore:
 
     async def open(self) -> None:
         """Raises `InfrastructureError` when Redis does not answer."""
-        await self._ask(self._redis.ping)
+        await self._ask(self._read_clock)
         self.begin()
 
     def begin(self) -> None:
@@ -190,7 +194,7 @@ class RedisStore:
         if record.ended_at is None:
             pipe.zrem(self._key("ended"), record.sandbox_id)
         else:
-            pipe.zadd(self._key("ended"), {record.sandbox_id: record.ended_at})
+            pipe.zadd(self._key("ended"), {record.sandbox_id: self.now()})
 
     def _send_job(self, pipe: Any, name: str, by_id: str, job: JobRecord | None) -> None:
         if job is None:
@@ -211,7 +215,7 @@ class RedisStore:
             pipe.zrem(self._key("done"), name)
         else:
             pipe.zrem(self._key("open"), name)
-            pipe.zadd(self._key("done"), {name: job.finished_at})
+            pipe.zadd(self._key("done"), {name: self.now()})
 
     def _drop(self, pipe: Any, name: str, by_id: str) -> None:
         for kind in ("jobs", "output"):
@@ -219,6 +223,10 @@ class RedisStore:
         for kind in ("open", "done"):
             pipe.zrem(self._key(kind), name)
         pipe.zrem(self._key("ids"), by_id)
+
+    async def _read_clock(self) -> None:
+        seconds, microseconds = await self._redis.time()
+        self._clock.base = seconds + microseconds / 1e6 - time.monotonic()
 
     def _next(self) -> int:
         """Rising, also over writers whose clocks agree: microseconds, which a sorted set holds exactly."""
@@ -274,8 +282,9 @@ class RedisStore:
             if head is not None
         ]
 
-    async def expire(self, jobs_before: float, sandboxes_before: float) -> Expired:
+    async def expire(self, job_age_s: float, sandbox_age_s: float) -> Expired:
         await self.flush()
+        now = self.now()
 
         async def old(kind: str, before: float) -> list[str]:
             names = await self._ask(
@@ -285,8 +294,8 @@ class RedisStore:
             )
             return [name.decode() for name in names]
 
-        jobs = await old("done", jobs_before)
-        ended = await old("ended", sandboxes_before)
+        jobs = await old("done", now - job_age_s)
+        ended = await old("ended", now - sandbox_age_s)
         if jobs or ended:
             await self._ask(lambda: self._remove(jobs, ended))
         return Expired(len(jobs), tuple(ended))
@@ -334,6 +343,7 @@ class RedisStore:
         """Notice a loss also when nothing is written."""
         while True:
             try:
+                await self._ask(self._read_clock)
                 await self._flush_once()
             except InfrastructureError:
                 pass

@@ -17,32 +17,36 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchard.env.errors import InfrastructureError
+from orchard.env.orchestrator.clock import SteadyClock, boot_id
 from orchard.env.orchestrator.stores.base import Expired, JobRecord, SandboxRecord
 
 _log = logging.getLogger(__name__)
 
 _SCHEMA = """
 create table if not exists sandboxes(
-    n integer primary key, sandbox_id text not null unique, ended_at real, data blob not null);
+    n integer primary key, sandbox_id text not null unique, ended_at real, data blob not null, since real);
 create table if not exists jobs(
     n integer primary key, owner text not null, job_id text not null, sandbox_id text not null,
-    digest text not null, finished_at real, head blob not null, output blob not null, unique(job_id, owner));
+    digest text not null, finished_at real, head blob not null, output blob not null, since real, unique(job_id, owner));
+create table if not exists clock(one integer primary key check (one = 1), boot text not null, base real not null);
 create index if not exists jobs_unfinished on jobs(n) where finished_at is null;
 """
-_VERSION = 1
+#: What brings a file of an earlier version up to date.
+_MIGRATIONS = {1: "alter table sandboxes add column since real; alter table jobs add column since real;"}
+_VERSION = 2
 #: Pages of the write-ahead log (4 KiB each) after which a commit also moves them into the database.
 _CHECKPOINT_PAGES = 400
 #: Rows dropped per call: a few milliseconds of the event loop.
 _EXPIRE_ROWS = 200
 
 _PUT_SANDBOX = (
-    "insert into sandboxes(sandbox_id, ended_at, data) values(?, ?, ?)"
-    " on conflict(sandbox_id) do update set ended_at = excluded.ended_at, data = excluded.data"
+    "insert into sandboxes(sandbox_id, ended_at, data, since) values(?, ?, ?, ?)"
+    " on conflict(sandbox_id) do update set ended_at = excluded.ended_at, data = excluded.data, since = excluded.since"
 )
 # Replacing gives a finished job a new row number: rows are in order of their end, and expiry looks at the oldest.
 _PUT_JOB = (
-    "insert or replace into jobs(owner, job_id, sandbox_id, digest, finished_at, head, output)"
-    " values(?, ?, ?, ?, ?, ?, ?)"
+    "insert or replace into jobs(owner, job_id, sandbox_id, digest, finished_at, head, output, since)"
+    " values(?, ?, ?, ?, ?, ?, ?, ?)"
 )
 _JOB_COLUMNS = "owner, job_id, sandbox_id, digest, finished_at, head, output"
 _ANYTHING = "select exists(select 1 from sandboxes) or exists(select 1 from jobs)"
@@ -58,6 +62,8 @@ class SqliteStore:
         self._file = file
         self.on_lost: Callable[[], None] = lambda: None
         self._db: sqlite3.Connection | None = None
+        #: The clock that records are stamped by, in seconds; it goes on over restarts.
+        self.now: Callable[[], float] = SteadyClock().now
         self._sandboxes: dict[str, SandboxRecord] = {}
         #: None: to be dropped.
         self._jobs: dict[tuple[str, str], JobRecord | None] = {}
@@ -98,8 +104,11 @@ class SqliteStore:
                     f"{name} was written by a newer version of Orchard (format {version}); use that one, or"
                     " another --state-dir"
                 )
+            if version in _MIGRATIONS:
+                db.executescript(_MIGRATIONS[version])
             db.executescript(_SCHEMA)
             db.execute(f"pragma user_version = {_VERSION}")
+            self.now = _resume_clock(db).now
         except BaseException:
             db.close()
             raise
@@ -170,8 +179,9 @@ class SqliteStore:
         self, sandboxes: list[SandboxRecord], changes: dict[tuple[str, str], JobRecord | None]
     ) -> None:
         db = self._connection()
+        now = self.now()
         jobs = [
-            (j.owner, j.job_id, j.sandbox_id, j.digest, j.finished_at, j.head, j.output)
+            (j.owner, j.job_id, j.sandbox_id, j.digest, j.finished_at, j.head, j.output, now)
             for j in changes.values()
             if j is not None
         ]
@@ -182,7 +192,7 @@ class SqliteStore:
         db.execute("begin")
         try:
             if sandboxes:
-                db.executemany(_PUT_SANDBOX, [(s.sandbox_id, s.ended_at, s.data) for s in sandboxes])
+                db.executemany(_PUT_SANDBOX, [(s.sandbox_id, s.ended_at, s.data, now) for s in sandboxes])
             if jobs:
                 db.executemany(_PUT_JOB, jobs)
             if len(jobs) < len(changes):
@@ -248,17 +258,16 @@ class SqliteStore:
         self._commit()
         return self._read(_ANYTHING) == [(0,)]
 
-    async def expire(self, jobs_before: float, sandboxes_before: float) -> Expired:
+    async def expire(self, job_age_s: float, sandbox_age_s: float) -> Expired:
         self._commit()
+        now = self.now()
         oldest = self._read(
-            "select n, finished_at from jobs where finished_at is not null order by n limit ?", _EXPIRE_ROWS
+            "select n, since from jobs where finished_at is not null order by n limit ?", _EXPIRE_ROWS
         )
-        jobs = [
-            (n,) for n, finished_at in oldest if isinstance(finished_at, float) and finished_at < jobs_before
-        ]
+        jobs = [(n,) for n, since in oldest if isinstance(since, float) and since < now - job_age_s]
         ended = self._read(
-            "select n, sandbox_id from sandboxes where ended_at < ? order by n limit ?",
-            sandboxes_before,
+            "select n, sandbox_id from sandboxes where ended_at is not null and since < ? order by n limit ?",
+            now - sandbox_age_s,
             _EXPIRE_ROWS,
         )
         if jobs or ended:
@@ -292,6 +301,19 @@ def look_into(file: Path) -> Kept:
             db.close()
     except sqlite3.Error:
         return Kept(0, True)
+
+
+def _resume_clock(db: sqlite3.Connection) -> SteadyClock:
+    """The clock that the records of this file were stamped by. Those of before there were stamps get one now."""
+    latest = db.execute(
+        "select max(coalesce((select max(since) from jobs), 0), coalesce((select max(since) from sandboxes), 0))"
+    ).fetchone()[0]
+    kept = db.execute("select boot, base from clock").fetchone()
+    clock = SteadyClock.resumed(kept[0], kept[1], latest) if kept else SteadyClock()
+    db.execute("insert or replace into clock values(1, ?, ?)", (boot_id(), clock.base))
+    for table in ("jobs", "sandboxes"):
+        db.execute(f"update {table} set since = ? where since is null", (clock.now(),))
+    return clock
 
 
 def _set_aside(file: Path, error: Exception) -> None:
