@@ -13,13 +13,14 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test lint bench docs clean
+.PHONY: help demo test lint bench experiments docs clean
 
 help:
 	@echo 'make demo    test-suites of three real projects in 16 parallel sandboxes'
 	@echo 'make test    every test'
 	@echo 'make lint    ruff, mypy, import contracts'
 	@echo 'make bench   measurements, side by side with other tools, to benchmarks/results/'
+	@echo 'make experiments   what takes longer: a soak of ten minutes under chaos; to experiments/results/'
 	@echo 'make docs    write the generated pages of docs/reference/ anew'
 	@echo 'make clean   remove everything that these commands made'
 
@@ -32,7 +33,7 @@ demo: $(STAMP)
 	@$(BIN)/python -m examples.demo
 
 test: $(STAMP)
-	@tools/system-packages.sh nft:nftables busybox:busybox-static git:git patch:patch cc:build-essential ip:iproute2 nsenter:util-linux ps:procps skopeo:skopeo docker-registry:docker-registry openssl:openssl newuidmap:uidmap redis-server:redis-server
+	@tools/system-packages.sh nft:nftables busybox:busybox-static git:git patch:patch cc:build-essential ip:iproute2 nsenter:util-linux ps:procps skopeo:skopeo docker-registry:docker-registry openssl:openssl newuidmap:uidmap redis-server:redis-server faketime:faketime
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 # All four run even if one fails, so that one look shows everything.
@@ -47,6 +48,10 @@ lint: $(STAMP)
 bench: $(STAMP)
 	@tools/system-packages.sh nft:nftables busybox:busybox-static bwrap:bubblewrap crun:crun
 	@$(BIN)/python -m benchmarks
+
+experiments: $(STAMP)
+	@tools/system-packages.sh nft:nftables redis-server:redis-server faketime:faketime nsenter:util-linux
+	@$(BIN)/python -m experiments.soak
 
 docs: $(STAMP)
 	@$(BIN)/python tools/reference.py

@@ -24,7 +24,8 @@ from tests.support.service import Service, live_sandboxes
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 CLIENT_PROCESSES = 4
-DISK_MIB = 512
+#: What ten minutes leave there, and some: results, files, spools.
+DISK_MIB = 1024
 
 
 def soak(folder: Path, seconds: float, clients: int, seed: int) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class Client(threading.Thread):
 
     def run(self) -> None:
         actions: tuple[tuple[Callable[[], None], int], ...] = (
-            (self._command, 60), (self._big_output, 8), (self._file, 12), (self._slow_reader, 4), (self._half_open, 2),
+            (self._command, 60), (self._big_output, 3), (self._file, 12), (self._slow_reader, 4), (self._half_open, 2),
             (self._delete, 2), (self._list, 4),
         )  # fmt: skip
         try:
@@ -161,10 +161,10 @@ class Client(threading.Thread):
         self._exec(command, "out-JOB\n", self._random.random() < 0.6)
 
     def _big_output(self) -> None:
-        self._exec("head -c 200000 /dev/zero | tr '\\0' x", "x" * 200_000, True)
+        self._exec("head -c 100000 /dev/zero | tr '\\0' x", "x" * 100_000, True)
 
     def _file(self) -> None:
-        data = self._random.randbytes(self._random.choice([10, 3000, 300_000]))
+        data = self._random.randbytes(self._random.choice([10, 3000, 40_000]))
         path = f"/tmp/{new_id('file')}"
         headers = {"Content-Type": "application/octet-stream"}
         url = f"/sandboxes/{self._sandbox}/files/content?path={path}"
@@ -176,11 +176,9 @@ class Client(threading.Thread):
         """Takes a little of a long stream, and then nothing more for a while."""
         job_id = new_id("job")
         body = {
-            "command": "head -c 5000000 /dev/zero; sleep 5; head -c 5000000 /dev/zero",
-            "job_id": job_id,
-            "background": True,
-            "timeout_seconds": 60,
-        }
+            "command": "head -c 20000000 /dev/zero", "job_id": job_id, "background": True, "timeout_seconds": 60,
+            "max_spool_bytes": 64 << 10, "max_output_bytes": 1000,
+        }  # fmt: skip
         if self._gone(self._json("POST", f"/sandboxes/{self._sandbox}/exec", body), "exec"):
             return
         service = self._random.choice(self._services)
