@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import warnings
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.env.client.scripted import (
     drop_after,
     drop_before,
     error,
+    normally,
     reply,
     silence_after,
 )
@@ -301,3 +303,63 @@ def test_settings_come_from_arguments_then_the_environment(monkeypatch: pytest.M
 
 def test_the_key_is_in_no_representation(settings: ClientSettings) -> None:
     assert "a key" not in repr(settings)
+
+
+# -- several services
+
+
+def closed_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+@pytest.fixture
+async def other() -> AsyncIterator[ScriptedService]:
+    running = ScriptedService().start()
+    yield running
+    running.stop()
+
+
+async def test_the_next_service_is_asked_when_one_is_not_there(
+    service: ScriptedService, settings: ClientSettings
+) -> None:
+    both = replace(settings, base_url=f"http://127.0.0.1:{closed_port()}, {service.base_url}/")
+    async with AsyncSandboxClient(settings=both) as client:
+        assert (await client.health()).status == "healthy"
+        await client.health()
+    assert len(service.requests("GET", "/health")) == 2
+
+
+async def test_the_next_service_is_asked_when_one_stops(
+    service: ScriptedService, other: ScriptedService, settings: ClientSettings
+) -> None:
+    both = replace(settings, base_url=f"{service.base_url},{other.base_url}")
+    async with AsyncSandboxClient(settings=both) as client:
+        service.on("GET", "/health", error(503, "infrastructure_error"))
+        await client.health()
+        service.on("GET", "/health", normally)
+        # Twice: the HTTP library itself repeats once over a connection that was kept.
+        other.on("GET", "/health", drop_before, drop_before)
+        await client.health()
+    assert len(service.requests("GET", "/health")) == 2
+    assert len(other.requests("GET", "/health")) == 3
+
+
+async def test_what_may_not_be_repeated_is_not_sent_to_another_service(
+    service: ScriptedService, other: ScriptedService, settings: ClientSettings
+) -> None:
+    both = replace(settings, base_url=f"{service.base_url},{other.base_url}")
+    async with AsyncSandboxClient(settings=both) as client:
+        sandbox = await client.create("host")
+        path = f"/sandboxes/{sandbox.sandbox_id}/files/move"
+        service.on("POST", path, drop_before)
+        with pytest.raises(errors.ConnectionFailed, match=service.base_url):
+            await sandbox.files.move("/a", "/b")
+        assert other.requests("POST", path) == []
+
+
+@pytest.mark.parametrize("url", ["http://a,b", "http://a,", ",http://a", "http://a,ftp://b"])
+def test_each_of_several_urls_must_be_one(url: str) -> None:
+    with pytest.raises(errors.InvalidRequest, match="base_url"):
+        ClientSettings(base_url=url)

@@ -126,26 +126,38 @@ _HOOK = _ExitHook()
 def delete_blocking(settings: ClientSettings, sandbox_ids: Iterable[str], budget_s: float) -> None:
     """Send DELETE for each sandbox over a few plain connections; failures are logged, never raised."""
     deadline = time.monotonic() + budget_s
-    url = urlsplit(settings.base_url)
     waiting = list(sandbox_ids)
+    for base_url in settings.base_urls:
+        waiting = _delete_at(base_url, settings.api_key, waiting, deadline)
+    if waiting:
+        logger.warning("sandboxes left to their time to live: %s", ", ".join(waiting[:20]))
+
+
+def _delete_at(base_url: str, api_key: str | None, waiting: list[str], deadline: float) -> list[str]:
+    """Those that could not be deleted by the service there."""
+    url = urlsplit(base_url)
+    waiting = [*waiting]
+    batch: list[tuple[http.client.HTTPConnection, str]] = []
     links: list[http.client.HTTPConnection] = []
     try:
-        links = [_connect(settings.base_url, budget_s) for _ in range(min(_CONNECTIONS, len(waiting)))]
-        headers = {KEY_HEADER: settings.api_key} if settings.api_key else {}
+        budget_s = max(0.5, deadline - time.monotonic())
+        links = [_connect(base_url, budget_s) for _ in range(min(_CONNECTIONS, len(waiting)))]
+        headers = {KEY_HEADER: api_key} if api_key else {}
         while waiting and time.monotonic() < deadline:
             batch = [(link, waiting.pop()) for link in links[: len(waiting)]]
             for link, sandbox_id in batch:
                 link.request("DELETE", f"{url.path}/sandboxes/{sandbox_id}", headers=headers)
             for link, _ in batch:
                 link.getresponse().read()
+            batch = []
     except (OSError, http.client.HTTPException) as error:
-        logger.warning("could not delete %d sandboxes at exit: %s", len(waiting) + 1, error)
+        waiting += [sandbox_id for _, sandbox_id in batch]
+        logger.warning("could not delete %d sandboxes at exit: %s", len(waiting), error)
     finally:
         for link in links:
             with contextlib.suppress(OSError):
                 link.close()
-    if waiting:
-        logger.warning("sandboxes left to their time to live: %s", ", ".join(waiting[:20]))
+    return waiting
 
 
 def _connect(base_url: str, timeout_s: float) -> http.client.HTTPConnection:

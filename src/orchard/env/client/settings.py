@@ -35,7 +35,8 @@ def resolve_api_key(api_key: str | None = None) -> str | None:
 class ClientSettings:
     """Settings of a client.
 
-    base_url: where the service is; a path after the host is kept. api_key: sent as `X-API-Key`. Their defaults
+    base_url: where the service is; a path after the host is kept. Several with commas between are services that share
+    their sandboxes: when one does not answer, the next is asked. api_key: sent as `X-API-Key`. Their defaults
     come from the environment at the moment the settings are made.
     request_timeout_s: longest silence of the service during an ordinary request. connect_timeout_s: longest
     time to open one connection. wait_slice_s: a long wait is made of server-side waits of at most this long,
@@ -54,9 +55,15 @@ class ClientSettings:
     handle_signals: bool = True
 
     def __post_init__(self) -> None:
-        url = self.base_url.rstrip("/")
-        if not url.startswith(("http://", "https://")):
+        urls = [url.strip().rstrip("/") for url in self.base_url.split(",")]
+        if not all(url.startswith(("http://", "https://")) for url in urls):
             raise InvalidRequest(
-                f"invalid base_url {self.base_url!r:.200}: begin it with http:// or https://"
+                f"invalid base_url {self.base_url!r:.200}: begin it with http:// or https:// (each of several, between"
+                " commas)"
             )
-        object.__setattr__(self, "base_url", url)
+        object.__setattr__(self, "base_url", ",".join(urls))
+
+    @property
+    def base_urls(self) -> tuple[str, ...]:
+        """All of `base_url`, at least one."""
+        return tuple(self.base_url.split(","))

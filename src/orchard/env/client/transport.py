@@ -116,6 +116,9 @@ class Transport:
 
     def __init__(self, settings: ClientSettings) -> None:
         self.settings = settings
+        self._bases = settings.base_urls
+        #: The service that is asked: it changes when one does not answer.
+        self._base = self._bases[0]
         self._session: aiohttp.ClientSession | None = None
         self._home: tuple[int, asyncio.AbstractEventLoop] | None = None
         self._answered = False
@@ -140,7 +143,7 @@ class Transport:
             return answer.model_validate_json(raw)
         except ValidationError as error:
             raise InfrastructureError(
-                f"{self.settings.base_url}{path} gave an answer that this client does not understand"
+                f"{self._base}{path} gave an answer that this client does not understand"
                 f" (is it an Orchard service of version {API_VERSION}?): {_readable(error)[:400]}"
             ) from None
 
@@ -204,11 +207,14 @@ class Transport:
             return await self._open("GET", path, None, query, silence_s, headers)
 
         response = await self._repeated(attempt, Repeat.SAFE if again else None, None)
+        base = self._base
         try:
             async for piece in pieces(response):
                 yield piece
         except Lost as lost:
-            raise ConnectionFailed(self._lost_detail(str(lost)), sent=True) from lost.__cause__
+            detail = self._lost_detail(str(lost))
+            self._turn_from(base)
+            raise ConnectionFailed(detail, sent=True) from lost.__cause__
         finally:
             response.close()
 
@@ -219,16 +225,20 @@ class Transport:
         while True:
             error: OrchardError
             first_contact = False
+            base = self._base
             try:
                 return await attempt()
             except Lost as lost:
                 first_contact = lost.unsent and not self._answered
                 again = not lost.final and (lost.unsent or repeat is Repeat.SAFE)
                 error = ConnectionFailed(self._lost_detail(str(lost)), sent=not lost.unsent)
+                self._turn_from(base)
                 error.retryable = not lost.final
                 error.__cause__ = lost.__cause__
             except _Refused as refused:
                 error = refused.error
+                if refused.status == 503:
+                    self._turn_from(base)
                 # An overloaded service has refused before doing anything: always safe.
                 harmless = repeat is not Repeat.UNSENT_ONLY or isinstance(error, Overloaded)
                 again = refused.status == 503 and error.retryable and harmless
@@ -238,6 +248,11 @@ class Transport:
                 raise error from error.__cause__
             await asyncio.sleep(pause_s)
 
+    def _turn_from(self, base: str) -> None:
+        """The next service is asked from now on, unless somebody has seen to that already."""
+        if self._base == base:
+            self._base = self._bases[(self._bases.index(base) + 1) % len(self._bases)]
+
     @property
     def answered(self) -> bool:
         """Whether the service has ever answered."""
@@ -245,7 +260,8 @@ class Transport:
 
     async def open_socket(self, path: str, query: Query) -> Socket:
         """A WebSocket. Raises `ConnectionFailed`, or the typed error of a refusal."""
-        url = URL(self.settings.base_url + path + ("?" + urlencode(query) if query else ""), encoded=True)
+        base = self._base
+        url = URL(base + path + ("?" + urlencode(query) if query else ""), encoded=True)
         try:
             opened = await self._open_session().ws_connect(
                 url, heartbeat=_SOCKET_HEARTBEAT_S, max_msg_size=_MAX_MESSAGE_BYTES, headers=trace_headers()
@@ -253,9 +269,9 @@ class Transport:
         except Lost as lost:
             raise ConnectionFailed(self._lost_detail(str(lost)), sent=not lost.unsent) from lost
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ConnectionFailed(
-                self._lost_detail(str(error) or type(error).__name__), sent=False
-            ) from error
+            detail = self._lost_detail(str(error) or type(error).__name__)
+            self._turn_from(base)
+            raise ConnectionFailed(detail, sent=False) from error
         self._answered = True
         return Socket(opened)
 
@@ -279,7 +295,7 @@ class Transport:
         more_headers: Mapping[str, str] | None = None,
     ) -> aiohttp.ClientResponse:
         """The answer to one request, good and not yet read; to be closed. Raises `Lost` or `_Refused`."""
-        url = URL(self.settings.base_url + path + ("?" + urlencode(query) if query else ""), encoded=True)
+        url = URL(self._base + path + ("?" + urlencode(query) if query else ""), encoded=True)
         if silence_s is None:
             silence_s = self.settings.request_timeout_s
         timeout = aiohttp.ClientTimeout(
@@ -297,7 +313,7 @@ class Transport:
                     method, url, data=body, headers=headers, timeout=timeout, allow_redirects=False
                 )
         except aiohttp.InvalidURL as error:
-            raise InvalidRequest(f"invalid base_url {self.settings.base_url!r}: {error}") from None
+            raise InvalidRequest(f"invalid base_url {self._base!r}: {error}") from None
         except Lost:
             if outgoing is not None and outgoing.error is not None:
                 raise outgoing.error from None
@@ -323,7 +339,7 @@ class Transport:
             if status in _GATEWAY_STATUS:
                 return Lost(f"a gateway answered {status}: it lost its connection to the service")
             text = raw[:200].decode("utf-8", "replace").strip()
-            hint = "" if status == 503 else f"; is {self.settings.base_url} an Orchard service?"
+            hint = "" if status == 503 else f"; is {self._base} an Orchard service?"
             body = {"detail": f"HTTP {status} {text}{hint}"}
         error = from_body(status, body)
         header_s = parse_retry_after(headers.get("Retry-After"))
@@ -338,16 +354,16 @@ class Transport:
         if theirs.split(".")[0] != API_VERSION.split(".")[0]:
             self._warned = True
             warnings.warn(
-                f"the service at {self.settings.base_url} speaks version {theirs} of the contract and this"
+                f"the service at {self._base} speaks version {theirs} of the contract and this"
                 f" client {API_VERSION}: install the release of orchard-agents that matches the service",
                 stacklevel=4,
             )
 
     def _lost_detail(self, reason: str) -> str:
         if self._answered:
-            return f"no answer from {self.settings.base_url}: {reason}"
+            return f"no answer from {self._base}: {reason}"
         return (
-            f"no service answers at {self.settings.base_url}: {reason}."
+            f"no service answers at {self._base}: {reason}."
             " Start one with `orchard serve`, or set ORCHARD_BASE_URL"
         )
 
