@@ -35,6 +35,7 @@
     ├── Overloaded                503  try again after `retry_after_s`
     ├── InfrastructureError       503  the service failed, not the command
     │   ├── AgentUnreachable      503
+    │   ├── AgentFaulty           503  the agent of a sandbox answers what no agent should
     │   ├── ConnectionFailed      503  (client side) no answer from the service
     │   ├── RegistryUnreachable   503  a registry does not answer, or broke off
     │   ├── RegistryRateLimited   503  a registry asks to come back after `retry_after_s`
@@ -280,6 +281,13 @@ class InfrastructureError(OrchardError):
 
 class AgentUnreachable(InfrastructureError):
     code = "agent_unreachable"
+
+
+class AgentFaulty(InfrastructureError):
+    """The agent of a sandbox answers what no agent should: the sandbox is not to be trusted any more."""
+
+    code = "agent_faulty"
+    retryable = False
 
 
 class ConnectionFailed(InfrastructureError, ConnectionError):
