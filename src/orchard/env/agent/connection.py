@@ -116,6 +116,10 @@ class Connection:
             fail(AgentError("invalid_request", f"{type(error).__name__}: {error}"))
         except OSError as error:
             fail(AgentError("infrastructure_error", f"the agent could not do it: {error}"))
+        except Exception as error:
+            # A request without an answer would be waited for for ever.
+            self._agent.log(f"internal error in {header.get('op')!r:.80}: {type(error).__name__}: {error}")
+            fail(AgentError("invalid_request", f"{type(error).__name__}: {error}"))
 
     def _hello(self, request_id: Any, header: dict[str, Any]) -> None:
         self._agent.configure(header.get("configure"))
