@@ -20,9 +20,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A real `orchard serve` on the local runtime. At its end nothing of it may be left on the machine."""
     runtime = RUNTIMES["local"]
     limits = ("--max-sandboxes", str(MAX_SANDBOXES), "--pull", "never")
-    server = Service(
-        tmp_path_factory.mktemp("fuzz") / "state", arguments=(*runtime.serve_arguments, *limits)
-    )
+    server = Service(tmp_path_factory.mktemp("fuzz") / "state", arguments=(*runtime.serve_arguments, *limits))
     server.start()
     try:
         yield server

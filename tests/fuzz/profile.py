@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
 
 _LONG = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 _CHECKS = [
@@ -14,6 +15,13 @@ _CHECKS = [
     HealthCheck.filter_too_much,
     HealthCheck.large_base_example,
 ]
+
+#: Any value that JSON can hold, and what Python's can.
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
 
 
 def examples(count: int, *, shrink: bool = True) -> settings:

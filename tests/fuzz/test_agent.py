@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import struct
 from collections.abc import Iterator
@@ -97,11 +98,38 @@ def peer(service: Service, box: Box) -> Iterator[Peer]:
 #: Those that may wait for something to happen, for as long as they are told to.
 WAITING = {"exec", "job", "output", "watch_changes", "cancel", "stdin"}
 OPERATIONS = sorted(
-    {"ping", "jobs", "signal", "resize", "sessions", "end_session", "read", "write", "abort", "list", "stat", "mkdir",
-     "symlink", "attributes", "move", "remove", "log", "forget", "statvfs", "watch", "unwatch", "no-such-operation", *WAITING}
-)  # fmt: skip
-TEXTS = st.sampled_from(["", "/", "/tmp/fuzz", "/tmp/fuzz/a", "relative", "\0", "\ud800", "a" * 5000, "/proc/1/fd/0", "finished"])
-NUMBERS = st.sampled_from([0, 1, -1, 2**31, 2**63, 2**64, 2**70, -(2**70), 0.5, 1e300, float("inf"), float("nan")])
+    {
+        "ping",
+        "jobs",
+        "signal",
+        "resize",
+        "sessions",
+        "end_session",
+        "read",
+        "write",
+        "abort",
+        "list",
+        "stat",
+        "mkdir",
+        "symlink",
+        "attributes",
+        "move",
+        "remove",
+        "log",
+        "forget",
+        "statvfs",
+        "watch",
+        "unwatch",
+        "no-such-operation",
+        *WAITING,
+    }
+)
+TEXTS = st.sampled_from(
+    ["", "/", "/tmp/fuzz", "/tmp/fuzz/a", "relative", "\0", "\ud800", "a" * 5000, "/proc/1/fd/0", "finished"]
+)
+NUMBERS = st.sampled_from(
+    [0, 1, -1, 2**31, 2**63, 2**64, 2**70, -(2**70), 0.5, 1e300, float("inf"), float("nan")]
+)
 ANYTHING = st.recursive(
     st.none() | st.booleans() | TEXTS | NUMBERS | st.text(max_size=10),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -109,16 +137,62 @@ ANYTHING = st.recursive(
 )
 #: The names of all fields, with values that are mostly right, so that more than the first check is reached.
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
-    "job_id": st.sampled_from(["finished", "again", "unknown"]), "command": st.sampled_from(["true", ["true"], []]),
-    "path": TEXTS, "root": st.sampled_from(["/", "/tmp", "/tmp/fuzz"]), "source": TEXTS, "target": TEXTS, "after": TEXTS,
-    "upload": st.sampled_from(["u", "v"]), "name": TEXTS, "identity": TEXTS, "cwd": TEXTS, "user": TEXTS, "session": TEXTS,
-    "job_ids": st.lists(TEXTS, max_size=2), "env": st.dictionaries(TEXTS, TEXTS, max_size=2),
-    **dict.fromkeys(["offset", "limit", "mode", "modified_ns", "signal", "rows", "cols", "watch", "stdout_offset",
-                     "stderr_offset", "timeout_s", "grace_s", "max_output_bytes", "max_spool_bytes", "stdin_size"], NUMBERS),
-    **dict.fromkeys(["wait", "eof", "last", "raw", "recursive", "parents", "overwrite", "follow", "background",
-                     "concurrent", "internal", "login_shell", "stdin_open"], st.booleans()),
-    "pty": st.lists(NUMBERS, max_size=3), "reason": TEXTS,
-}  # fmt: skip
+    "job_id": st.sampled_from(["finished", "again", "unknown"]),
+    "command": st.sampled_from(["true", ["true"], []]),
+    "path": TEXTS,
+    "root": st.sampled_from(["/", "/tmp", "/tmp/fuzz"]),
+    "source": TEXTS,
+    "target": TEXTS,
+    "after": TEXTS,
+    "upload": st.sampled_from(["u", "v"]),
+    "name": TEXTS,
+    "identity": TEXTS,
+    "cwd": TEXTS,
+    "user": TEXTS,
+    "session": TEXTS,
+    "job_ids": st.lists(TEXTS, max_size=2),
+    "env": st.dictionaries(TEXTS, TEXTS, max_size=2),
+    **dict.fromkeys(
+        [
+            "offset",
+            "limit",
+            "mode",
+            "modified_ns",
+            "signal",
+            "rows",
+            "cols",
+            "watch",
+            "stdout_offset",
+            "stderr_offset",
+            "timeout_s",
+            "grace_s",
+            "max_output_bytes",
+            "max_spool_bytes",
+            "stdin_size",
+        ],
+        NUMBERS,
+    ),
+    **dict.fromkeys(
+        [
+            "wait",
+            "eof",
+            "last",
+            "raw",
+            "recursive",
+            "parents",
+            "overwrite",
+            "follow",
+            "background",
+            "concurrent",
+            "internal",
+            "login_shell",
+            "stdin_open",
+        ],
+        st.booleans(),
+    ),
+    "pty": st.lists(NUMBERS, max_size=3),
+    "reason": TEXTS,
+}
 #: Removing or replacing what the image is made of would only show that a sandbox can be broken by its owner.
 HARMLESS = {"remove": ("path",), "move": ("source", "target"), "write": ("path",), "symlink": ("path",)}
 
@@ -126,7 +200,11 @@ HARMLESS = {"remove": ("path",), "move": ("source", "target"), "write": ("path",
 @st.composite
 def requests(draw: st.DrawFn, op: str) -> dict[str, Any]:
     names = draw(st.lists(st.sampled_from(sorted(FIELDS)), unique=True, max_size=6))
-    wanted = {"path", "job_id", "command", "watch", "source", "target", "upload", "name"} if draw(st.booleans()) else set()
+    wanted = (
+        {"path", "job_id", "command", "watch", "source", "target", "upload", "name"}
+        if draw(st.booleans())
+        else set()
+    )
     header = {}
     for name in sorted({*names, *wanted}):
         header[name] = draw(FIELDS[name] if draw(st.integers(0, 4)) else ANYTHING)
@@ -149,6 +227,25 @@ def test_any_request_is_answered_or_waits_while_others_are_served(peer: Peer, op
         assert answer.get("ok") is True or answer["error"]["code"] in BY_CODE, answer
 
     attempt()
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"op": "exec", "job_id": "empty-pty", "command": "true", "pty": []},
+        {"op": "exec", "job_id": "list-env", "command": "true", "env": [1]},
+        {"op": "exec", "job_id": "huge-pty", "command": "true", "pty": [70_000, 1], "wait": True},
+        {"op": "read", "path": "/etc/passwd", "offset": 2**70},
+        {"op": "attributes", "path": "/tmp", "modified_ns": 2**80},
+        {"op": ["exec"]},
+        {"op": "hello", "configure": [1]},
+    ],
+    ids=lambda request_: "-".join(str(value)[:12] for value in list(request_.values())[:2]),
+)
+def test_what_the_agent_did_not_foresee_is_answered_too(peer: Peer, request_: dict[str, Any]) -> None:
+    """IndexError, AttributeError, struct.error, OverflowError: a request without an answer is waited for for ever."""
+    answer = peer.answer(peer.send(**{**request_, "token": peer.token}))
+    assert "ok" in answer or answer["error"]["code"] in BY_CODE
 
 
 @examples(40)
@@ -176,14 +273,20 @@ def test_nothing_stays_open(service: Service, box: Box, peer: Peer) -> None:
     before = _descriptors(box, service)
     for number in range(30):
         for op, fields in (
-            ("read", {"path": "/tmp", "offset": "x"}), ("list", {"path": "/tmp", "limit": "x"}),
-            ("write", {"path": "/tmp/w", "upload": f"u{number}", "offset": 1, "last": True, "modified_ns": "x"}),
-            ("attributes", {"path": "/tmp", "mode": "x"}), ("symlink", {"path": "/tmp/l", "target": "\0"}),
-            ("mkdir", {"path": f"/tmp/d{number}", "mode": "x"}), ("watch", {"path": "/tmp", "recursive": {"x": 1}}),
+            ("read", {"path": "/tmp", "offset": "x"}),
+            ("list", {"path": "/tmp", "limit": "x"}),
+            (
+                "write",
+                {"path": "/tmp/w", "upload": f"u{number}", "offset": 1, "last": True, "modified_ns": "x"},
+            ),
+            ("attributes", {"path": "/tmp", "mode": "x"}),
+            ("symlink", {"path": "/tmp/l", "target": "\0"}),
+            ("mkdir", {"path": f"/tmp/d{number}", "mode": "x"}),
+            ("watch", {"path": "/tmp", "recursive": {"x": 1}}),
             ("exec", {"job_id": f"p{number}", "command": "true", "pty": [2**40, "x"], "wait": True}),
             ("exec", {"job_id": f"s{number}", "command": "true", "session": "", "env": [], "wait": True}),
             ("abort", {"upload": f"u{number}"}),
-        ):  # fmt: skip
+        ):
             peer.ask(op, b"x", **fields)
     assert _descriptors(box, service) <= before + 35, "32 watches may be open, and little else"
 
@@ -191,19 +294,18 @@ def test_nothing_stays_open(service: Service, box: Box, peer: Peer) -> None:
 def _descriptors(box: Box, service: Service) -> int:
     """Of the agent, as the machine sees it."""
     pid = next(
-        int(path.parent.name)
-        for path in Path("/proc").glob("[0-9]*/cgroup")
-        if _agent_of(path, box.id)
+        int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cgroup") if _agent_of(path, box.id)
     )
-    return len(os.listdir(f"/proc/{pid}/fd"))
+    return len([*Path(f"/proc/{pid}/fd").iterdir()])
 
 
 def _agent_of(cgroup: Path, sandbox_id: str) -> bool:
+    """Whether it is the first process of that sandbox."""
     try:
-        status = (cgroup.parent / "status").read_text()
-        return sandbox_id in cgroup.read_text() and "\nNSpid:" in status and status.split("\nNSpid:")[1].split("\n")[0].split()[-1] == "1"
+        ids = re.search(r"^NSpid:.*$", (cgroup.parent / "status").read_text(), re.MULTILINE)
+        return sandbox_id in cgroup.read_text() and ids is not None and ids[0].split()[-1] == "1"
     except OSError:
-        return False
+        return False  # it has just ended
 
 
 @pytest.mark.parametrize("seconds", [30 * 24 * 3600, 364 * 24 * 3600])

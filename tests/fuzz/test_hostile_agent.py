@@ -121,18 +121,38 @@ CALLS: list[tuple[str, str, Any, type[BaseModel] | None]] = [
 ]
 
 HONEST: dict[str, Any] = {
-    "ok": True, "job": {"job_id": "j", "status": "succeeded", "created_at": 1.0, "completed_at": 2.0, "exit_code": 0},
-    "jobs": [{"job_id": "j", "command": "x", "status": "running", "created_at": 1.0}], "finished": True,
-    "sessions": [{"name": "s", "created_at": 1.0, "used_at": 1.0, "busy": False}], "size": 1, "mode": 420, "eof": True,
-    "identity": "1", "path": "/", "files": [{"name": "f", "type": "file", "size": 1, "modified": 1.0, "modified_ns": 1}],
-    "type": "file", "modified": 1.0, "modified_ns": 1, "watch": 1, "more": False, "ended": True,
-    "changes": [{"type": "created", "path": "/f"}], "stdout_offset": 0, "stdout_size": 0, "stdout_total": 0,
-}  # fmt: skip
+    "ok": True,
+    "job": {"job_id": "j", "status": "succeeded", "created_at": 1.0, "completed_at": 2.0, "exit_code": 0},
+    "jobs": [{"job_id": "j", "command": "x", "status": "running", "created_at": 1.0}],
+    "finished": True,
+    "sessions": [{"name": "s", "created_at": 1.0, "used_at": 1.0, "busy": False}],
+    "size": 1,
+    "mode": 420,
+    "eof": True,
+    "identity": "1",
+    "path": "/",
+    "files": [{"name": "f", "type": "file", "size": 1, "modified": 1.0, "modified_ns": 1}],
+    "type": "file",
+    "modified": 1.0,
+    "modified_ns": 1,
+    "watch": 1,
+    "more": False,
+    "ended": True,
+    "changes": [{"type": "created", "path": "/f"}],
+    "stdout_offset": 0,
+    "stdout_size": 0,
+    "stdout_total": 0,
+}
 WRONG = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.sampled_from([-1, 2**70, 1e308, float("inf"), float("nan")]), st.text(max_size=8),
-    st.sampled_from(["../../x", "created\ndata: forged", "\ud800"]), st.lists(st.integers(), max_size=2),
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.sampled_from([-1, 2**70, 1e308, float("inf"), float("nan")]),
+    st.text(max_size=8),
+    st.sampled_from(["../../x", "created\ndata: forged", "\ud800"]),
+    st.lists(st.integers(), max_size=2),
     st.dictionaries(st.text(max_size=8), st.integers(), max_size=2),
-)  # fmt: skip
+)
 
 
 @st.composite
@@ -153,8 +173,12 @@ def headers(draw: st.DrawFn) -> dict[str, Any]:
         if not header:
             break
     if draw(st.integers(0, 4)) == 0:
-        fields = {"code": WRONG | st.sampled_from(["unauthorized", "sandbox_deleted", "conflict"]), "detail": WRONG,
-                  "retry_after_s": WRONG, "self": WRONG}  # fmt: skip
+        fields = {
+            "code": WRONG | st.sampled_from(["unauthorized", "sandbox_deleted", "conflict"]),
+            "detail": WRONG,
+            "retry_after_s": WRONG,
+            "self": WRONG,
+        }
         header["error"] = draw(st.fixed_dictionaries({}, optional=fields) | WRONG)
     return header
 

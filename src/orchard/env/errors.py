@@ -356,7 +356,7 @@ def from_body(status: int, body: dict[str, Any]) -> OrchardError:
         _BY_STATUS.get(status, InfrastructureError if status >= 500 else InvalidRequest),
     )
     # Nothing is believed to be of its type: what answers may be no service of ours.
-    pause_s = body.get("retry_after_s")
+    pause_s: Any = body.get("retry_after_s")
     error = cls(
         str(body.get("detail", f"HTTP {status}")),
         reason=None if body.get("reason") is None else str(body["reason"]),

@@ -91,9 +91,6 @@ class Connection:
                 self.close()
                 return
             self.trust()
-        if hello:
-            self._hello(request_id, header)
-            return
 
         def answer(result: dict[str, Any] | Made, body: bytes = b"") -> None:
             if callable(result):
@@ -107,7 +104,10 @@ class Connection:
             )
 
         try:
-            self._agent.dispatch(header, payload, answer, fail)
+            if hello:
+                self._hello(request_id, header)
+            else:
+                self._agent.dispatch(header, payload, answer, fail)
         except AgentError as error:
             fail(error)
         except UnicodeEncodeError:

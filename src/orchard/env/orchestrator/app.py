@@ -31,6 +31,7 @@ from orchard.env.orchestrator.settings import ServiceSettings
 from orchard.env.orchestrator.stores.base import Store
 from orchard.env.runtimes.base import Runtime
 
+
 class Service(FastAPI):
     """FastAPI for routing and documentation. A request goes from the edge straight to the router: the edge does
     what the usual stack of middleware is for, in a fifth of its time."""

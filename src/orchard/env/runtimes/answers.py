@@ -71,7 +71,9 @@ def checked(op: str, header: Fields, payload: bytes, asked: Fields) -> Fields:
         try:
             check(header, payload, asked)
         except _Wrong as wrong:
-            raise AgentFaulty(f"the agent's answer to {op!r} breaks the protocol ({wrong}); use another sandbox") from None
+            raise AgentFaulty(
+                f"the agent's answer to {op!r} breaks the protocol ({wrong}); use another sandbox"
+            ) from None
     return header
 
 
@@ -121,7 +123,11 @@ def _job(header: Fields, payload: bytes, asked: Fields) -> None:
     job = header["job"] = _job_fields(header.get("job"), ("status", "created_at"))
     if asked.get("wait") and job["status"] not in ("succeeded", "failed"):
         raise _Wrong("the command has not finished")
-    if job["stdout_size"] < 0 or job["stderr_size"] < 0 or job["stdout_size"] + job["stderr_size"] > len(payload):
+    if (
+        job["stdout_size"] < 0
+        or job["stderr_size"] < 0
+        or job["stdout_size"] + job["stderr_size"] > len(payload)
+    ):
         raise _Wrong("its output is missing")
 
 

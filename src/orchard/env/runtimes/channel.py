@@ -107,4 +107,3 @@ class AgentProtocolChannel(asyncio.Protocol):
         return AgentUnreachable(
             f"the connection to the agent of sandbox {self._sandbox_id} is gone; look at the sandbox"
         )
-

@@ -61,7 +61,9 @@ def may_pass(error: OrchardError) -> bool:
 
 def told_error(data: dict[str, Any]) -> OrchardError:
     """What an event `error` stands for."""
-    return BY_CODE.get(str(data.get("code")), InternalError)(str(data.get("detail", "the stream ended by an error")))
+    return BY_CODE.get(str(data.get("code")), InternalError)(
+        str(data.get("detail", "the stream ended by an error"))
+    )
 
 
 def _result(data: dict[str, Any]) -> JobResult:
@@ -105,6 +107,8 @@ def _object(text: bytes) -> dict[str, Any]:
 
 def not_understood(why: str) -> InfrastructureError:
     """An event that no service of ours sends. Asking again would bring it again."""
-    error = InfrastructureError(f"the service sent an event that this client does not understand ({why:.300})")
+    error = InfrastructureError(
+        f"the service sent an event that this client does not understand ({why:.300})"
+    )
     error.retryable = False
     return error

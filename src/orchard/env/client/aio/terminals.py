@@ -9,8 +9,8 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from orchard.env.client.flows import Socket
 from orchard.env.client.aio.streams import not_understood
+from orchard.env.client.flows import Socket
 from orchard.env.client.retry import Backoff
 from orchard.env.client.transport import Transport, path_of
 from orchard.env.errors import BY_CODE, ConnectionFailed, InfrastructureError, OrchardError
@@ -134,7 +134,9 @@ class AsyncTerminal:
         frame = await self._receive()
         if frame["type"] != "ready":
             await self._leave()
-            raise _error(frame) if frame["type"] == "error" else not_understood("the first frame is not ready")
+            raise (
+                _error(frame) if frame["type"] == "error" else not_understood("the first frame is not ready")
+            )
         self._pty_id, self._pid = frame["pty_id"], frame["pid"]
         self._connected.set()
 
