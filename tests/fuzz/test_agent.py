@@ -7,7 +7,6 @@ import json
 import os
 import re
 import socket
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,12 @@ from hypothesis import strategies as st
 
 from orchard.env.agent.wire import FrameReader
 from orchard.env.errors import BY_CODE
+from tests.fuzz.frames import packed
 from tests.fuzz.profile import examples
 from tests.support.rest import Box, Rest
 from tests.support.service import Service
 
 ANSWER_WITHIN_S = 10.0
-
-
-def packed(header: Any, payload: bytes = b"") -> bytes:
-    """A frame of anything that JSON, or Python's idea of it, can say."""
-    head = json.dumps(header).encode()
-    return struct.pack(">II", len(head), len(payload)) + head + payload
 
 
 class Peer:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from orchard.env.agent.wire import FrameReader, frame
+from orchard.env.agent.wire import FrameReader
 from orchard.env.contract import FileListing, FileStat, Job, JobList, PatchResult, SessionList
 from orchard.env.orchestrator.app import create_app
 from orchard.env.orchestrator.settings import ServiceSettings
@@ -24,6 +24,7 @@ from orchard.env.orchestrator.stores.sqlite import SqliteStore
 from orchard.env.runtimes.channel import AgentProtocolChannel
 from tests.env.orchestrator.asgi import Caller, Reply
 from tests.env.orchestrator.process_runtime import Place, ProcessRuntime
+from tests.fuzz.frames import packed
 from tests.fuzz.profile import examples
 
 #: Far above what any of these calls takes, far below for ever.
@@ -35,7 +36,7 @@ Answer = Callable[[dict[str, Any]], bytes]
 class HostileRuntime(ProcessRuntime):
     """The sandbox "hostile" has an agent that answers as `answer` says, over the real protocol."""
 
-    answer: Answer = staticmethod(lambda header: frame({"id": header["id"], "ok": True}))
+    answer: Answer = staticmethod(lambda header: packed({"id": header["id"], "ok": True}))
 
     async def channel(self, sandbox_id: str) -> Any:
         if sandbox_id != "hostile":
@@ -83,6 +84,15 @@ class World:
     def close(self) -> None:
         self._runner.run(self.app.state.orchestrator.stop())
         self._runner.run(self.runtime.place.end())
+
+    def get(self, target: str) -> Reply:
+        """The reply to any other request, from what is answered already."""
+
+        async def exchange() -> Reply:
+            async with asyncio.timeout(ANSWER_WITHIN_S):
+                return await self.call.get(target)
+
+        return self._runner.run(exchange())
 
     def ask(self, method: str, target: str, body: Any, answer: Answer) -> Reply:
         """The reply to a request about the hostile sandbox; the other one still works afterwards."""
@@ -189,10 +199,10 @@ def test_wrong_answers_fail_their_call_alone(
 ) -> None:
     method, target, body, model = call
 
-    @examples(25)
+    @examples(60)
     @given(header=headers(), payload=st.binary(max_size=5))
     def attempt(header: dict[str, Any], payload: bytes) -> None:
-        reply = world.ask(method, target, body, lambda asked: frame({**header, "id": asked["id"]}, payload))
+        reply = world.ask(method, target, body, lambda asked: packed({**header, "id": asked["id"]}, payload))
         _in_order(reply, model)
 
     attempt()
@@ -202,7 +212,7 @@ FRAMED = st.builds(lambda head: struct.pack(">II", len(head), 0) + head, st.bina
 
 
 # Each takes the two seconds in which the service would learn of the sandbox's end.
-@examples(4)
+@examples(3)
 @given(data=st.binary(min_size=1, max_size=80) | FRAMED)
 def test_bytes_that_are_no_answer_end_the_connection_and_the_call(world: World, data: bytes) -> None:
     # What follows cannot be meant as the rest of what came: it is longer than any frame.
@@ -214,10 +224,52 @@ def test_answers_to_what_nobody_asked_are_passed_over(world: World) -> None:
     strange = [[], {}, "1", None, True, -1, 2**40, 1.0]
 
     def answer(asked: dict[str, Any]) -> bytes:
-        others = b"".join(frame({"id": number, "sessions": "forged"}) for number in strange)
-        return others + frame({"id": asked["id"], "sessions": []})
+        others = b"".join(packed({"id": number, "sessions": "forged"}) for number in strange)
+        return others + packed({"id": asked["id"], "sessions": []})
 
     assert world.ask("GET", "/sessions", None, answer).expect() == {"sessions": []}
+
+
+def test_a_command_that_was_accepted_fails_when_its_agent_breaks_the_protocol(world: World) -> None:
+    running = {"job": {"status": "running", "created_at": 1.0}}
+
+    def answer(asked: dict[str, Any]) -> bytes:
+        told = running if asked["op"] == "exec" else {"job": {"status": "succeeded", "created_at": "then"}}
+        return packed({"id": asked["id"], **told})
+
+    job_id = world.ask("POST", "/exec", {"command": "x"}, answer).expect()["job_id"]
+    job = world.get(f"/jobs/{job_id}/wait").expect()
+    assert (job["status"], job["error_code"], job["infra"]) == ("failed", "agent_faulty", True)
+
+
+def test_a_patch_needs_no_more_of_its_job_than_the_protocol_promises(world: World) -> None:
+    job = {"status": "succeeded", "created_at": 1.0}
+    reply = world.ask(
+        "POST", "/apply_patch", {"patch": "x"}, lambda asked: packed({"id": asked["id"], "job": job})
+    )
+    assert reply.expect()["success"] is False
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"stdout_offset": 0}, {"stdout_size": 5}, {"stderr_size": -1}, {"stdout_total": None}, {"finished": 1}],
+    ids=str,
+)
+def test_a_stream_ends_with_the_error_where_its_agent_tells_bytes_twice_or_not_at_all(
+    world: World, wrong: dict[str, Any]
+) -> None:
+    told = {"finished": False, **{f"std{n}_{k}": v for n in ("out", "err") for k, v in (("offset", 9), ("size", 1), ("total", 10))}}  # fmt: skip
+
+    def answer(asked: dict[str, Any]) -> bytes:
+        if asked["op"] == "output":
+            return packed({"id": asked["id"], **told, **wrong}, b"ab")
+        if asked["op"] == "job":  # it goes on for as long as this is not answered
+            return packed({"id": -1})
+        return packed({"id": asked["id"], "job": {"status": "running", "created_at": 1.0}})
+
+    job_id = world.ask("POST", "/exec", {"command": "x"}, answer).expect()["job_id"]
+    stream = world.get(f"/jobs/{job_id}/stream?stdout_offset=9&stderr_offset=9")
+    assert b"event: error" in stream.body and b"agent_faulty" in stream.body
 
 
 def test_an_agent_that_hangs_up_on_every_question_ends_its_command(world: World) -> None:

@@ -44,6 +44,8 @@ _log = logging.getLogger(__name__)
 _RECONNECT_MIN_S, _RECONNECT_MAX_S = 0.02, 1.0
 #: Finished jobs that a sandbox's agent may keep, to be streamed, before it is told to forget them.
 _AGENT_KEEPS = 1000
+#: An agent that says nothing must not keep the service from starting.
+_ADOPT_S = 10.0
 _NEVER_ARRIVED = "the command had not reached its sandbox when the service stopped: it did not run"
 
 
@@ -337,12 +339,17 @@ class Execution:
 
     async def adopt(self, sandbox: Sandbox, known: list[JobRecord]) -> None:
         """Take over the jobs of a sandbox that outlived an earlier run of the service."""
-        header, _ = await self._agents.call(sandbox, "jobs")
+        try:
+            async with asyncio.timeout(_ADOPT_S):
+                header, _ = await self._agents.call(sandbox, "jobs")
+        except TimeoutError:
+            raise AgentUnreachable(f"its agent said nothing for {_ADOPT_S:g} s") from None
         digests = {record.job_id: record.digest for record in known}
         for answer in header["jobs"]:
             job_id = answer["job_id"]
+            noted = await self._store.job(sandbox.owner, job_id)
             # One of another sandbox is not this agent's to tell of.
-            if self._table.live(sandbox.owner, job_id) or await self._table.finished(sandbox.owner, job_id):
+            if noted is not None and (noted.finished_at or noted.sandbox_id != sandbox.sandbox_id):
                 continue
             job = LiveJob(job_id, sandbox, answer["command"], digests.pop(job_id, ""), answer["created_at"])
             job.acknowledged = True
