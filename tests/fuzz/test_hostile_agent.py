@@ -258,7 +258,9 @@ def test_a_patch_needs_no_more_of_its_job_than_the_protocol_promises(world: Worl
 def test_a_stream_ends_with_the_error_where_its_agent_tells_bytes_twice_or_not_at_all(
     world: World, wrong: dict[str, Any]
 ) -> None:
-    told = {"finished": False, **{f"std{n}_{k}": v for n in ("out", "err") for k, v in (("offset", 9), ("size", 1), ("total", 10))}}  # fmt: skip
+    told: dict[str, Any] = {"finished": False}
+    for name in ("stdout", "stderr"):
+        told.update({f"{name}_offset": 9, f"{name}_size": 1, f"{name}_total": 10})
 
     def answer(asked: dict[str, Any]) -> bytes:
         if asked["op"] == "output":
