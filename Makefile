@@ -9,15 +9,18 @@ VENV ?= .venv
 # Worker processes of the test run.
 JOBS ?= 2
 PYTEST_ARGS ?=
+# Examples of each test of `make fuzz`.
+EXAMPLES ?= 1000
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test lint bench experiments docs clean
+.PHONY: help demo test fuzz lint bench experiments docs clean
 
 help:
 	@echo 'make demo    test-suites of three real projects in 16 parallel sandboxes'
 	@echo 'make test    every test'
+	@echo 'make fuzz    the fuzz tests for long (EXAMPLES=1000)'
 	@echo 'make lint    ruff, mypy, import contracts'
 	@echo 'make bench   measurements, side by side with other tools, to benchmarks/results/'
 	@echo 'make experiments   what takes longer: a soak of ten minutes under chaos; to experiments/results/'
@@ -35,6 +38,11 @@ demo: $(STAMP)
 test: $(STAMP)
 	@tools/system-packages.sh nft:nftables busybox:busybox-static git:git patch:patch cc:build-essential ip:iproute2 nsenter:util-linux ps:procps skopeo:skopeo docker-registry:docker-registry openssl:openssl newuidmap:uidmap redis-server:redis-server faketime:faketime
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+
+# The same tests as in `make test`, each with so many examples, and other ones in every run.
+fuzz: $(STAMP)
+	@tools/system-packages.sh nft:nftables ip:iproute2
+	@FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest tests/fuzz $(PYTEST_ARGS)
 
 # All four run even if one fails, so that one look shows everything.
 lint: $(STAMP)

@@ -1,7 +1,8 @@
 """The published client's traffic as literal requests: what it sends, and what it needs back.
 
 Its create, exec and wait calls parse every answer as JSON, know only the statuses named here, and resend a
-request on a broken connection. The facts stand in shared/spec/facts/published-client.md.
+request on a broken connection. Its terminals are in test_published_terminal.py. The facts stand
+in shared/spec/facts/published-client.md.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.conformance.runtimes import Images
 from tests.support.rest import Rest, new_id
+from tests.support.service import Service
 
 JOB_FIELDS_READ = {"job_id", "sandbox_id", "command", "status", "created_at", "stdout", "stderr", "exit_code", "error",
                    "started_at", "completed_at"}  # fmt: skip
@@ -28,11 +31,12 @@ class Wire:
         self._connection = rest.connect()
 
     def send(self, method: str, path: str, body: str | None = None) -> tuple[int, dict]:  # type: ignore[type-arg]
-        headers = {"X-API-Key": self._key}
+        headers = {"X-API-Key": self._key} if self._key else {}
         if body is not None:
             headers["Content-Type"] = "application/json"
         self._connection.request(method, path, body, headers)
         response = self._connection.getresponse()
+        assert response.getheader("content-type") == "application/json", "its asynchronous half insists on it"
         return response.status, json.loads(response.read())
 
     @property
@@ -135,7 +139,7 @@ def test_a_timeout_is_failed_with_exit_code_124(wire: Wire, sandbox_id: str) -> 
     body = '{"command": "sleep 60", "timeout_seconds": 1, "wait": true}'
     status, job = wire.send("POST", f"/sandboxes/{sandbox_id}/exec", body)
     assert (status, job["status"], job["exit_code"], job["timed_out"]) == (200, "failed", 124, True)
-    assert job["error"]
+    assert "timed out" in job["error"]
 
 
 def test_exec_without_wait_and_polling_every_tenth_of_a_second(wire: Wire, sandbox_id: str) -> None:
@@ -215,3 +219,109 @@ def test_two_hundred_connections_at_once_are_served(rest: Rest) -> None:
     assert [w.connection.getresponse().status for w in wires] == [200] * 200
     for opened in wires:
         opened.connection.close()
+
+
+# ------------------------------------------------------------------------------------ what it does with the answers
+
+
+def test_every_optional_field_may_be_null(wire: Wire, images: Images) -> None:
+    body = {"image": images.full, "block_network": True, "sandbox_id": None, "cpu": None, "memory": None,
+            "timeout": None}  # fmt: skip
+    status, created = wire.send("POST", "/sandboxes", json.dumps(body))
+    assert status == 200
+    sandbox_id = created["sandbox_id"]
+    assert wire.send("GET", f"/sandboxes/{sandbox_id}/wait?timeout=600")[1]["status"] == "ready"
+    status, answer = wire.send(
+        "POST", f"/sandboxes/{sandbox_id}/apply_patch", '{"patch": "x", "timeout_seconds": null}'
+    )
+    assert (status, answer["success"]) == (200, False)
+    wire.send("DELETE", f"/sandboxes/{sandbox_id}")
+
+
+def test_polling_tells_failed_as_waiting_does(wire: Wire) -> None:
+    """Where `/wait` is missing (404, 405) it asks for the sandbox itself, once a second."""
+    _, created = wire.send(
+        "POST", "/sandboxes", '{"image": "no-such-image-anywhere:1", "block_network": true}'
+    )
+    sandbox_id = created["sandbox_id"]
+    wire.send("GET", f"/sandboxes/{sandbox_id}/wait?timeout=60")
+    status, answer = wire.send("GET", f"/sandboxes/{sandbox_id}")
+    assert (status, answer["ready"], answer["status"]) == (200, False, "failed")
+    assert isinstance(answer["status_message"], str)
+
+
+def test_polling_tells_ready(wire: Wire, sandbox_id: str) -> None:
+    status, answer = wire.send("GET", f"/sandboxes/{sandbox_id}")
+    assert (status, answer["ready"], answer["status"]) == (200, True, "ready")
+
+
+def test_the_fields_of_a_job_have_the_types_that_it_reads(wire: Wire, sandbox_id: str) -> None:
+    _, job = wire.send("POST", f"/sandboxes/{sandbox_id}/exec", '{"command": "true", "wait": true}')
+    assert isinstance(job["job_id"], str) and job["sandbox_id"] == sandbox_id and job["command"] == "true"
+    assert (job["stdout"], job["stderr"], job["exit_code"], job["error"]) == ("", "", 0, None)
+    assert isinstance(job["created_at"], float) and isinstance(job["started_at"], float)
+    assert job["completed_at"] >= job["started_at"]
+    assert wire.send("GET", f"/jobs/{job['job_id']}") == (200, job)
+
+
+def test_a_patch_that_goes_in_is_a_success(wire: Wire, sandbox_id: str) -> None:
+    patch = "--- /dev/null\n+++ b/patched-by-test\n@@ -0,0 +1 @@\n+x\n"
+    body = json.dumps({"patch": patch, "timeout_seconds": 30})
+    status, answer = wire.send("POST", f"/sandboxes/{sandbox_id}/apply_patch", body)
+    assert (status, answer["success"], answer["exit_code"]) == (200, True, 0)
+    assert isinstance(answer["stdout"], str) and isinstance(answer["stderr"], str)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/sandboxes/never-seen", 404),
+        ("GET", "/sandboxes/never-seen/wait?timeout=1", 404),
+        ("DELETE", "/sandboxes/never-seen", 404),
+        ("POST", "/sandboxes/never-seen/heartbeat", 404),
+        ("GET", "/sandboxes/never-seen/files?path=/f", 404),
+        ("GET", "/sandboxes/never-seen/files/list?path=/", 404),
+        ("GET", "/jobs/never-seen", 404),
+        ("GET", "/no/such/path", 404),
+        ("PUT", "/sandboxes", 405),
+        ("POST", "/sandboxes", 422),
+    ],
+)
+def test_errors_are_json_too(wire: Wire, method: str, path: str, status: int) -> None:
+    answered, body = wire.send(method, path)
+    assert answered == status
+    assert body["detail"]
+
+
+def test_a_file_that_is_missing_is_a_404(wire: Wire, sandbox_id: str) -> None:
+    status, body = wire.send("GET", f"/sandboxes/{sandbox_id}/files?path=/no/such/file")
+    assert (status, body["code"]) == (404, "file_not_found")
+
+
+def test_a_wrong_key_is_refused_with_json(rest: Rest) -> None:
+    wire = Wire(rest.with_key("wrong"))
+    status, body = wire.send("GET", "/sandboxes/any")
+    assert (status, body["code"]) == (401, "unauthorized")
+    wire.connection.close()
+
+
+def test_health_needs_no_key(rest: Rest) -> None:
+    wire = Wire(rest.with_key(None))
+    assert wire.send("GET", "/health") == (200, {"status": "healthy"})
+    wire.connection.close()
+
+
+def test_overload_names_the_seconds_to_wait_as_a_number(
+    own_service: Callable[..., Service], tmp_path: Path
+) -> None:
+    """It waits them, and up to two more, three times."""
+    config = tmp_path / "config.json"
+    config.write_text('{"max_jobs": 1}')
+    rest = own_service("--config", str(config)).rest
+    with rest.sandbox("host") as box:
+        job_id = box.running("cat", stdin_open=True, background=True)
+        refused = box.post_exec("true", wait=True)
+        assert refused.status == 503
+        assert float(refused.headers["retry-after"]) > 0
+        rest.delete(f"/jobs/{job_id}").expect(200)
+        assert box.run("true")["exit_code"] == 0

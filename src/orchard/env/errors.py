@@ -35,6 +35,7 @@
     ├── Overloaded                503  try again after `retry_after_s`
     ├── InfrastructureError       503  the service failed, not the command
     │   ├── AgentUnreachable      503
+    │   ├── AgentFaulty           503  the agent of a sandbox answers what no agent should
     │   ├── ConnectionFailed      503  (client side) no answer from the service
     │   ├── RegistryUnreachable   503  a registry does not answer, or broke off
     │   ├── RegistryRateLimited   503  a registry asks to come back after `retry_after_s`
@@ -282,6 +283,13 @@ class AgentUnreachable(InfrastructureError):
     code = "agent_unreachable"
 
 
+class AgentFaulty(InfrastructureError):
+    """The agent of a sandbox answers what no agent should: the sandbox is not to be trusted any more."""
+
+    code = "agent_faulty"
+    retryable = False
+
+
 class ConnectionFailed(InfrastructureError, ConnectionError):
     code = "connection_failed"
 
@@ -347,13 +355,15 @@ def from_body(status: int, body: dict[str, Any]) -> OrchardError:
         str(body.get("code")),
         _BY_STATUS.get(status, InfrastructureError if status >= 500 else InvalidRequest),
     )
+    # Nothing is believed to be of its type: what answers may be no service of ours.
+    pause_s: Any = body.get("retry_after_s")
     error = cls(
         str(body.get("detail", f"HTTP {status}")),
-        reason=body.get("reason"),
-        retry_after_s=body.get("retry_after_s"),
-        request_id=body.get("request_id"),
-        **{k: v for k, v in body.items() if k not in _KNOWN},
+        reason=None if body.get("reason") is None else str(body["reason"]),
+        retry_after_s=float(pause_s) if type(pause_s) in (int, float) and 0 <= pause_s < 1e9 else None,
+        request_id=None if body.get("request_id") is None else str(body["request_id"]),
     )
+    error.extra = {k: v for k, v in body.items() if k not in _KNOWN}
     # The server knows best: an instance may differ from its class (a refused quota that will never fit).
     if isinstance(body.get("retryable"), bool):
         error.retryable = body["retryable"]

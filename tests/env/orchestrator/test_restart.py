@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from tests.env.orchestrator.conftest import Start
+from tests.env.orchestrator.process_runtime import AgentJob
 from tests.env.orchestrator.test_execution import started
 
 SLOW = {"command": "sleep 0.5; echo x", "wait": True, "job_id": "j"}
@@ -124,3 +125,19 @@ async def test_a_clean_stop_answers_who_waits_and_leaves_sandboxes_alone(start: 
     second = await start()
     assert (await second.call.get("/jobs/j/wait")).expect()["stdout"] == "x\n"
     assert (await second.call.get("/sandboxes/never/wait")).expect()["ready"]
+
+
+async def test_an_agent_cannot_claim_the_job_of_another_sandbox(start: Start) -> None:
+    first = await start()
+    for name in ("box", "hostile"):
+        await first.call.ready(name)
+    body = {"command": "sleep 0.5; echo mine", "job_id": "j"}
+    (await first.call.post("/sandboxes/box/exec", body)).expect()
+    forged = AgentJob(
+        "j", "x", internal=False, status="succeeded", exit_code=0, completed_at=1.0, stdout=b"forged"
+    )
+    forged.done.set()
+    first.agent("hostile").jobs["j"] = forged
+    second = await start()
+    job = (await second.call.get("/jobs/j/wait")).expect()
+    assert (job["sandbox_id"], job["stdout"]) == ("box", "mine\n")

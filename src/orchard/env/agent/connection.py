@@ -91,9 +91,6 @@ class Connection:
                 self.close()
                 return
             self.trust()
-        if hello:
-            self._hello(request_id, header)
-            return
 
         def answer(result: dict[str, Any] | Made, body: bytes = b"") -> None:
             if callable(result):
@@ -107,7 +104,10 @@ class Connection:
             )
 
         try:
-            self._agent.dispatch(header, payload, answer, fail)
+            if hello:
+                self._hello(request_id, header)
+            else:
+                self._agent.dispatch(header, payload, answer, fail)
         except AgentError as error:
             fail(error)
         except UnicodeEncodeError:
@@ -116,6 +116,10 @@ class Connection:
             fail(AgentError("invalid_request", f"{type(error).__name__}: {error}"))
         except OSError as error:
             fail(AgentError("infrastructure_error", f"the agent could not do it: {error}"))
+        except Exception as error:
+            # A request without an answer would be waited for for ever.
+            self._agent.log(f"internal error in {header.get('op')!r:.80}: {type(error).__name__}: {error}")
+            fail(AgentError("invalid_request", f"{type(error).__name__}: {error}"))
 
     def _hello(self, request_id: Any, header: dict[str, Any]) -> None:
         self._agent.configure(header.get("configure"))

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 READ = select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
 WRITE = select.EPOLLOUT | select.EPOLLHUP | select.EPOLLERR
 
+#: epoll takes milliseconds as a C int, which are less than 25 days; a timer that is later is waited for again.
+_LONGEST_S = 3600.0
+
 
 class Timer:
     """A scheduled call; `cancel` makes it not happen."""
@@ -107,7 +110,7 @@ class Loop:
             heapq.heappop(self._timers)
         if not self._timers:
             return -1
-        return max(0.0, self._timers[0][0] - time.monotonic())
+        return min(max(0.0, self._timers[0][0] - time.monotonic()), _LONGEST_S)
 
     def _run_timers(self) -> None:
         while self._timers:

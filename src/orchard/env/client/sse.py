@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from orchard.env.errors import TooLarge
+
+#: Far more than any event of the service; what is longer is no event stream.
+_EVENT_BYTES = 256 << 20
+
 
 class EventParser:
     """Bytes in, whole events out. Comments, and events without data, are passed over."""
@@ -12,7 +17,7 @@ class EventParser:
         self._rest = bytearray()
 
     def feed(self, piece: bytes) -> Iterator[tuple[str, bytes]]:
-        """Name and data of the events that are whole now."""
+        """Name and data of the events that are whole now. Raises `TooLarge` for one that does not end."""
         start = max(0, len(self._rest) - 1)
         self._rest += piece
         while (end := self._rest.find(b"\n\n", start)) >= 0:
@@ -27,4 +32,6 @@ class EventParser:
                 elif field == b"data":
                     data.append(value)
             if data:
-                yield name.decode(), b"\n".join(data)
+                yield name.decode("utf-8", "replace"), b"\n".join(data)
+        if len(self._rest) > _EVENT_BYTES:
+            raise TooLarge(f"an event is longer than {_EVENT_BYTES} bytes; is this a service of Orchard?")

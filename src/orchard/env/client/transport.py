@@ -333,7 +333,7 @@ class Transport:
     def _error_of(self, status: int, headers: Mapping[str, str], raw: bytes) -> Exception:
         try:
             body = json.loads(raw)
-        except ValueError:
+        except (ValueError, RecursionError):
             body = None
         if not isinstance(body, dict) or "detail" not in body:
             if status in _GATEWAY_STATUS:

@@ -26,7 +26,7 @@ from orchard.env.orchestrator.routes import (
     streams,
     tunnels,
 )
-from orchard.env.orchestrator.routes.base import LeanRoute
+from orchard.env.orchestrator.routes.base import EVENT_STREAM, LeanRoute, event_schema
 from orchard.env.orchestrator.settings import ServiceSettings
 from orchard.env.orchestrator.stores.base import Store
 from orchard.env.runtimes.base import Runtime
@@ -86,7 +86,8 @@ def create_app(
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's document, with the key that routes need and the one body that it cannot see."""
+    """FastAPI's document, with the key that routes need, the one body that it cannot see, and streams as what they
+    are."""
     schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     components = schema.setdefault("components", {})
     components.setdefault("schemas", {})["PatchRequest"] = PatchRequest.model_json_schema()
@@ -95,4 +96,13 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
         if path not in service.PUBLIC_PATHS:
             for operation in operations.values():
                 operation["security"] = [{"key": []}]
+        for operation in operations.values():
+            _name_stream(operation["responses"].get("200", {}))
     return schema
+
+
+def _name_stream(answer: dict[str, Any]) -> None:
+    """FastAPI takes every model for a JSON body; that of an event stream is what the data of its events are."""
+    if answer.get("description", "").startswith(EVENT_STREAM):
+        data = answer["content"].pop("application/json")["schema"]
+        answer["content"][EVENT_STREAM] = {"schema": event_schema(data)}

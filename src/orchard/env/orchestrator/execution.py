@@ -44,6 +44,8 @@ _log = logging.getLogger(__name__)
 _RECONNECT_MIN_S, _RECONNECT_MAX_S = 0.02, 1.0
 #: Finished jobs that a sandbox's agent may keep, to be streamed, before it is told to forget them.
 _AGENT_KEEPS = 1000
+#: An agent that says nothing must not keep the service from starting.
+_ADOPT_S = 10.0
 _NEVER_ARRIVED = "the command had not reached its sandbox when the service stopped: it did not run"
 
 
@@ -246,13 +248,15 @@ class Execution:
         while job.record is None:
             if self._closing:
                 raise stopping(f"job {job.job_id} goes on")
+            asked_at = time.monotonic()
             try:
                 channel = await self._runtime.channel(job.sandbox.sandbox_id)
-                lost_at, pause_s = None, _RECONNECT_MIN_S
                 header, payload = await channel.call("job", job_id=job.job_id, wait=True)
                 return self._complete(job, header["job"], payload)
             except AgentUnreachable:
-                lost_at = lost_at or time.monotonic()
+                # A connection that held is not one more failure of those before it.
+                if lost_at is None or time.monotonic() - asked_at > _RECONNECT_MAX_S:
+                    lost_at, pause_s = time.monotonic(), _RECONNECT_MIN_S
             except JobNotFound:
                 if start_again is None:
                     return self._fail(job, _NEVER_ARRIVED)
@@ -264,6 +268,8 @@ class Execution:
                     self._refuse(job, error)
                     return await job.finished()
                 continue
+            except OrchardError as error:
+                return self._fail(job, error.detail, error.code)
             if lost_at is not None and time.monotonic() - lost_at > self._settings.agent_lost_after_s:
                 message = f"its agent could not be reached for {self._settings.agent_lost_after_s:g} s"
                 self._lifecycle.end(job.sandbox, EndReason.AGENT_LOST, message)
@@ -295,8 +301,8 @@ class Execution:
         except OrchardError as error:
             _log.debug("an agent keeps finished jobs: %s", error, extra={"sandbox_id": sandbox.sandbox_id})
 
-    def _fail(self, job: LiveJob, error: str) -> JobRecord:
-        record = self._table.fail(job, error, InfrastructureError.code, infra=True)
+    def _fail(self, job: LiveJob, error: str, code: str = InfrastructureError.code) -> JobRecord:
+        record = self._table.fail(job, error, code, infra=True)
         self._after(job)
         return record
 
@@ -333,11 +339,17 @@ class Execution:
 
     async def adopt(self, sandbox: Sandbox, known: list[JobRecord]) -> None:
         """Take over the jobs of a sandbox that outlived an earlier run of the service."""
-        header, _ = await self._agents.call(sandbox, "jobs")
+        try:
+            async with asyncio.timeout(_ADOPT_S):
+                header, _ = await self._agents.call(sandbox, "jobs")
+        except TimeoutError:
+            raise AgentUnreachable(f"its agent said nothing for {_ADOPT_S:g} s") from None
         digests = {record.job_id: record.digest for record in known}
         for answer in header["jobs"]:
             job_id = answer["job_id"]
-            if await self._table.finished(sandbox.owner, job_id) is not None:
+            noted = await self._store.job(sandbox.owner, job_id)
+            # One of another sandbox is not this agent's to tell of.
+            if noted is not None and (noted.finished_at or noted.sandbox_id != sandbox.sandbox_id):
                 continue
             job = LiveJob(job_id, sandbox, answer["command"], digests.pop(job_id, ""), answer["created_at"])
             job.acknowledged = True

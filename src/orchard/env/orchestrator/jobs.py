@@ -130,7 +130,7 @@ class Jobs:
 
 def signal_number(name: str) -> int:
     text = name.upper().removeprefix("SIG")
-    if text.isdecimal() and 1 <= int(text) <= 64:
+    if text.isascii() and text.isdigit() and len(text) <= 2 and 1 <= int(text) <= 64:
         return int(text)
     try:
         return signal.Signals[f"SIG{text}"].value

@@ -65,13 +65,14 @@ class Patches:
     async def _run(self, sandbox: Sandbox, body: PatchRequest, deadline: float, command: list[str],
                    stdin: bytes = b"") -> _Ran:  # fmt: skip
         arguments: dict[str, Any] = {"cwd": body.cwd} if body.cwd else {}
+        job_id = "patch-" + os.urandom(8).hex()
         header, payload = await self._agents.call(
-            sandbox, "exec", stdin, job_id="patch-" + os.urandom(8).hex(), command=command, wait=True,
+            sandbox, "exec", stdin, job_id=job_id, command=command, wait=True,
             internal=True, concurrent=True, stdin_size=len(stdin), max_output_bytes=DEFAULT_MAX_OUTPUT_BYTES,
             timeout_s=max(0.1, deadline - time.monotonic()), **arguments,
         )  # fmt: skip
         job = header["job"]
-        await self._forget(sandbox, job["job_id"])
+        await self._forget(sandbox, job_id)
         size = job["stdout_size"]
         return _Ran(
             missing=job["error_code"] == "command_not_found",

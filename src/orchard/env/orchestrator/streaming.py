@@ -89,6 +89,8 @@ class Streams:
                 break
             if quiet:
                 yield Silence()
+                # An agent is silent only after a while; one that is so at once must not keep the service busy.
+                await asyncio.sleep(_RETRY_MIN_S)
         record = job if isinstance(job, JobRecord) else await job.finished()
         for happening in _rest(record, at):
             yield happening

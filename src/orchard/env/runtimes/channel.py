@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
-from orchard.env.agent.wire import FrameReader, WireError, frame, whole_job
-from orchard.env.errors import BY_CODE, AgentUnreachable, InternalError, OrchardError
+from orchard.env.agent.wire import FrameReader, WireError, frame
+from orchard.env.errors import AgentUnreachable
+from orchard.env.runtimes.answers import checked
 
 
 class AgentProtocolChannel(asyncio.Protocol):
@@ -47,10 +48,11 @@ class AgentProtocolChannel(asyncio.Protocol):
         args["op"] = op
         transport.write(frame(args, payload))
         try:
-            return await future
+            header, answered = await future
         finally:
             # An answer that comes after its caller was cancelled is dropped in `data_received`.
             self._pending.pop(request_id, None)
+        return checked(op, header, answered, args), answered
 
     def hand_over(self, protocol: asyncio.Protocol) -> None:
         """Let `protocol` have the connection. To be called before the agent sends anything but answers."""
@@ -80,18 +82,10 @@ class AgentProtocolChannel(asyncio.Protocol):
                 self._transport.abort()
             return
         for header, payload in frames:
-            future = self._pending.get(header.get("id", -1))
-            if future is None or future.done():
-                continue
-            error = header.get("error")
-            if error is None:
-                if "job" in header:
-                    header["job"] = whole_job(header["job"])
-                elif "jobs" in header and isinstance(header["jobs"], list):
-                    header["jobs"] = [whole_job(job) for job in header["jobs"]]
+            number = header.get("id")
+            future = self._pending.get(number) if type(number) is int else None
+            if future is not None and not future.done():
                 future.set_result((header, payload))
-            else:
-                future.set_exception(_typed(error))
 
     def pause_writing(self) -> None:
         self._writable.clear()
@@ -113,9 +107,3 @@ class AgentProtocolChannel(asyncio.Protocol):
         return AgentUnreachable(
             f"the connection to the agent of sandbox {self._sandbox_id} is gone; look at the sandbox"
         )
-
-
-def _typed(error: dict[str, Any]) -> OrchardError:
-    extra = {name: value for name, value in error.items() if name not in ("code", "detail")}
-    cls = BY_CODE.get(str(error.get("code")), InternalError)
-    return cls(str(error.get("detail")), **extra)

@@ -9,12 +9,14 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
+from pydantic import ValidationError
+
 from orchard.env.client.results import JobResult, OutputChunk, OutputGap
 from orchard.env.client.retry import Backoff
 from orchard.env.client.sse import EventParser
 from orchard.env.client.transport import Query, Transport, path_of
 from orchard.env.contract import StreamName
-from orchard.env.errors import BY_CODE, ConnectionFailed, InternalError, OrchardError
+from orchard.env.errors import BY_CODE, ConnectionFailed, InfrastructureError, InternalError, OrchardError
 
 #: The service says something at least every ten seconds.
 _SILENCE_S = 45.0
@@ -31,7 +33,7 @@ async def follow(
         try:
             async for name, data in read_events(transport, path_of("jobs", job_id, "stream"), query):
                 if name == "exit":
-                    yield JobResult.model_validate(data["job"])
+                    yield _result(data)
                     return
                 if name == "error":
                     raise told_error(data)
@@ -59,14 +61,26 @@ def may_pass(error: OrchardError) -> bool:
 
 def told_error(data: dict[str, Any]) -> OrchardError:
     """What an event `error` stands for."""
-    return BY_CODE.get(data["code"], InternalError)(data["detail"])
+    return BY_CODE.get(str(data.get("code")), InternalError)(
+        str(data.get("detail", "the stream ended by an error"))
+    )
+
+
+def _result(data: dict[str, Any]) -> JobResult:
+    try:
+        return JobResult.model_validate(data.get("job"))
+    except ValidationError as error:
+        raise not_understood(str(error)) from None
 
 
 def _happening(name: str, data: dict[str, Any]) -> OutputChunk | OutputGap | None:
-    if name in ("stdout", "stderr"):
-        return OutputChunk(StreamName(name), data["offset"], base64.b64decode(data["data"]))
-    if name == "gap":
-        return OutputGap(StreamName(data["stream"]), data["from"], data["to"])
+    try:
+        if name in ("stdout", "stderr"):
+            return OutputChunk(StreamName(name), int(data["offset"]), base64.b64decode(data["data"]))
+        if name == "gap":
+            return OutputGap(StreamName(data["stream"]), int(data["from"]), int(data["to"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise not_understood(f"{name}: {type(error).__name__}: {error}") from None
     return None  # a keepalive, or what later versions will say
 
 
@@ -77,5 +91,24 @@ async def read_events(
     parser = EventParser()
     async with aclosing(transport.open_stream(path, query, _SILENCE_S)) as pieces:
         async for piece in pieces:
-            for name, data in parser.feed(piece):
-                yield name, json.loads(data)
+            for name, text in parser.feed(piece):
+                yield name, _object(text)
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise not_understood(str(error)) from None
+    if not isinstance(data, dict):
+        raise not_understood("its data is no JSON object")
+    return data
+
+
+def not_understood(why: str) -> InfrastructureError:
+    """An event that no service of ours sends. Asking again would bring it again."""
+    error = InfrastructureError(
+        f"the service sent an event that this client does not understand ({why:.300})"
+    )
+    error.retryable = False
+    return error

@@ -9,6 +9,7 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
+from orchard.env.client.aio.streams import not_understood
 from orchard.env.client.flows import Socket
 from orchard.env.client.retry import Backoff
 from orchard.env.client.transport import Transport, path_of
@@ -75,7 +76,7 @@ class AsyncTerminal:
                 continue
             if frame["type"] == "stdout":
                 backoff = Backoff(self._transport.settings.retry)
-                data = base64.b64decode(frame["data"])
+                data = frame["data"]
                 self._offset = frame["offset"] + len(data)
                 yield data
             elif frame["type"] == "exit":
@@ -131,9 +132,11 @@ class AsyncTerminal:
         if self._pty_id is None:
             await self._socket.send(json.dumps({"type": "init", **init}))
         frame = await self._receive()
-        if frame["type"] == "error":
+        if frame["type"] != "ready":
             await self._leave()
-            raise _error(frame)
+            raise (
+                _error(frame) if frame["type"] == "error" else not_understood("the first frame is not ready")
+            )
         self._pty_id, self._pid = frame["pty_id"], frame["pid"]
         self._connected.set()
 
@@ -141,11 +144,10 @@ class AsyncTerminal:
         if self._socket is None:
             raise ConnectionFailed("the terminal is not connected", sent=True)
         try:
-            frame: dict[str, Any] = json.loads(await self._socket.receive())
+            return _understood(await self._socket.receive())
         except ConnectionFailed:
             self._connected.clear()
             raise
-        return frame
 
     async def _send(self, frame: dict[str, Any]) -> None:
         try:
@@ -192,6 +194,30 @@ async def attach_terminal(
     terminal = AsyncTerminal(transport, sandbox_id, pty_id, since)
     await terminal._connect({}, takeover=takeover)
     return terminal
+
+
+#: What of a frame is used, by its type.
+_FRAMES: dict[Any, dict[str, tuple[type, ...]]] = {
+    "ready": {"pty_id": (str,), "pid": (int, type(None))},
+    "stdout": {"data": (str,), "offset": (int,)},
+    "exit": {"code": (int,)},
+}
+
+
+def _understood(text: str | bytes) -> dict[str, Any]:
+    """The frame, if it is one. Raises `InfrastructureError`."""
+    try:
+        frame = json.loads(text)
+        if not isinstance(frame["type"], str):
+            raise TypeError("its type is no text")
+        for name, kinds in _FRAMES.get(frame["type"], {}).items():
+            if type(frame[name]) not in kinds:
+                raise TypeError(f"{name} is wrong")
+        if frame["type"] == "stdout":
+            frame["data"] = base64.b64decode(frame["data"])
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise not_understood(f"{type(error).__name__}: {error}") from None
+    return frame  # type: ignore[no-any-return]
 
 
 def _may_pass(error: OrchardError) -> bool:

@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from orchard.env.client.aio.streams import may_pass, read_events, told_error
+from pydantic import ValidationError
+
+from orchard.env.client.aio.streams import may_pass, not_understood, read_events, told_error
 from orchard.env.client.retry import Backoff
 from orchard.env.client.transport import Query, Transport
 from orchard.env.contract import FileChange
@@ -25,7 +27,10 @@ async def follow(transport: Transport, url: str, query: Query, path: str) -> Asy
                     if name == "error":
                         raise told_error(data)
                     backoff = Backoff(transport.settings.retry)
-                    last = FileChange.model_validate(data)
+                    try:
+                        last = FileChange.model_validate(data)
+                    except ValidationError as error:
+                        raise not_understood(str(error)) from None
                     if last.type == "open" and begun:
                         last = FileChange(type="gap", path=path)
                     begun = True

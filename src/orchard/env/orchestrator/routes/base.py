@@ -22,6 +22,7 @@ from orchard.env.orchestrator.orchestrator import Orchestrator
 from orchard.env.orchestrator.responses import ErrorBody, from_validation
 
 PRINCIPAL = "orchard.principal"
+EVENT_STREAM = "text/event-stream"
 MAX_BODY_BYTES = 64 << 20
 #: A file of the largest size as base64, and the fields around it.
 MAX_FILE_BODY_BYTES = MAX_JSON_FILE_BYTES * 4 // 3 + (1 << 20)
@@ -164,6 +165,13 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
         status: {"model": ErrorBody, "description": _MEANING[status]}
         for status in sorted({401, 422, 500, 503, *statuses})
     }
+
+
+def event_schema(data: dict[str, Any]) -> dict[str, Any]:
+    """Documentation of one server-sent event, whose data is JSON of the schema `data`."""
+    text = {"type": "string"}
+    about = {**text, "contentMediaType": "application/json", "contentSchema": data}
+    return {"type": "object", "properties": {"event": text, "id": text, "data": about}}
 
 
 def router(tag: str) -> APIRouter:

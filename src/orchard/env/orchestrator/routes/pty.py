@@ -42,7 +42,7 @@ Size = Annotated[int, Field(ge=1, le=10_000)]
 
 
 class _Frame(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class Init(_Frame):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Query
 from starlette.requests import Request
@@ -15,7 +15,14 @@ from orchard.env.contract import StreamName
 from orchard.env.errors import Conflict, InvalidRequest, OrchardError
 from orchard.env.orchestrator.responses import Stream, error_event, json_bytes
 from orchard.env.orchestrator.responses import events as sse
-from orchard.env.orchestrator.routes.base import errors, orchestrator, principal, router
+from orchard.env.orchestrator.routes.base import (
+    EVENT_STREAM,
+    errors,
+    event_schema,
+    orchestrator,
+    principal,
+    router,
+)
 from orchard.env.orchestrator.streaming import Ended, Gap, Happening, Piece, Silence
 
 routes = router("commands")
@@ -27,8 +34,19 @@ _RAW_BYTES = 1 << 20
 _OFFSET_HEADER = "X-Orchard-Offset"
 
 
-@routes.get("/jobs/{job_id}/stream", responses=errors(404, 409), summary="Follow a command's output",
-            response_class=Response)  # fmt: skip
+_CONTENT = {
+    EVENT_STREAM: {"schema": event_schema({"type": "object"})},
+    "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+}
+
+
+_ANSWER: dict[int | str, dict[str, Any]] = {
+    200: {"description": "Events, or with `raw` the bytes", "content": _CONTENT}
+}
+
+
+@routes.get("/jobs/{job_id}/stream", summary="Follow a command's output", response_class=Response,
+            responses={**_ANSWER, **errors(404, 409)})  # fmt: skip
 async def stream(
     request: Request,
     job_id: str,

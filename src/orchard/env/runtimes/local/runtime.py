@@ -347,7 +347,7 @@ class LocalRuntime:
         with os.fdopen(fd, "rb") as file:
             try:
                 return str(json.loads(file.read())["token"])
-            except (ValueError, KeyError):
+            except (ValueError, KeyError, TypeError):
                 raise AgentUnreachable(f"the note of sandbox {sandbox_id} is damaged") from None
 
     # ------------------------------------------------------------------------------------------------ death
