@@ -143,7 +143,7 @@ class Client(threading.Thread):
         sandbox = self._sandbox
         if self._gone(answer, "exec"):
             return
-        self._ledger.note("ack", job=job_id, sandbox=sandbox, expected=expected.replace("JOB", job_id))
+        self._ledger.note("ack", job=job_id, sandbox=sandbox, expected=expected.replace("JOB", job_id)[:100])
         self._note_result(answer)
 
     def _note_result(self, answer: Answer) -> None:

@@ -90,6 +90,7 @@ class Strikes:
         self._clock = clock
         self._random = rng
         self._coming_back: list[threading.Thread] = []
+        self._away: set[int] = set()
         self.counts: Counter[str] = Counter()
         self.killed_agents: set[str] = set()
         self.failures: list[str] = []
@@ -130,10 +131,18 @@ class Strikes:
     # ------------------------------------------------------------------------------------------- kinds
 
     def kill_service(self) -> None:
-        service = self._random.choice(self._services)
-        if service.running:
-            service.kill()
-            self._later(self._random.uniform(0, 2.5), lambda: come_back(service))
+        number = self._random.randrange(len(self._services))
+        if number in self._away:
+            return  # it is about to come back: two of it must not
+        service = self._services[number]
+        service.kill()
+        self._away.add(number)
+
+        def return_() -> None:
+            come_back(service)
+            self._away.discard(number)
+
+        self._later(self._random.uniform(0, 2.5), return_)
 
     def kill_helper(self) -> None:
         """A process below a service: what makes sandboxes, mostly."""

@@ -92,7 +92,7 @@ class Verdict:
         job = answer.json
         if job["status"] == "succeeded":
             full = f"full-{job_id}\n"
-            if job["stdout"] not in (ack["expected"], full):
+            if job["stdout"][:100] not in (ack["expected"], full):
                 self.changed_results.append(f"{job_id}: {job['stdout'][:100]!r}")
         elif not job["error"] or not (job["infra"] or ack["sandbox"] in self._ended()):
             self.lost_results.append(f"{job_id}: failed without a reason: {str(job)[:300]}")
