@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import os
-import shutil
-import signal
 import socket
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,78 +14,32 @@ from orchard.env.contract import EndReason
 from orchard.env.egress import EgressDenial
 from orchard.env.errors import (
     AgentUnreachable,
-    Conflict,
-    DiskFull,
-    ImageNotFound,
-    InvalidRequest,
-    NotFound,
     OrchardError,
-    PullDenied,
     RuntimeRefused,
 )
 from orchard.env.images import ImageStore
 from orchard.env.images.model import ResolvedImage
-from orchard.env.images.pull import is_remote
 from orchard.env.images.pulls import Pulls
 from orchard.env.runtimes.base import Handle, Postmortem, SandboxSpec, StartFailed, Usage
 from orchard.env.runtimes.channel import AgentProtocolChannel
+from orchard.env.runtimes.local import looking
 from orchard.env.runtimes.local.cgroups import DEFAULT_PIDS, Cgroups
-from orchard.env.runtimes.local.disk import disk_use, log_tail, meminfo, nearly_empty, remove_tree
+from orchard.env.runtimes.local.connections import dial
+from orchard.env.runtimes.local.disk import disk_use
 from orchard.env.runtimes.local.egress import Egress
+from orchard.env.runtimes.local.handles import LocalHandle, Slots, kill_newborn, launch_spec
 from orchard.env.runtimes.local.launcher import Launch, Launcher
+from orchard.env.runtimes.local.name_servers import set_name_servers
 from orchard.env.runtimes.local.network import Network
 from orchard.env.runtimes.local.ordinary import Ordinary
-from orchard.env.runtimes.local.removal import remove_all
-from orchard.env.runtimes.local.spec import MAX_SLOTS, LaunchSpec, NetworkSpec
+from orchard.env.runtimes.local.removals import Removals
+from orchard.env.runtimes.local.spec import LaunchSpec, NetworkSpec
+from orchard.env.runtimes.local.start_images import resolved
 
 _AGENT_START_S = 30.0
 _ADOPT_TIMEOUT_S = 10.0
-_DEATH_PATIENCE_S = 10.0
 #: How long a sandbox that is not wanted any more waits for the zygote to have dealt with its request.
 _SETTLE_PATIENCE_S = 2.0
-
-
-@dataclass
-class LocalHandle:
-    """A sandbox of this machine. `state` holds its slot, whether it has a network and which list, and its image."""
-
-    sandbox_id: str
-    state: dict[str, Any]
-    channel: AgentProtocolChannel | None = None
-    deleting: bool = False
-    launch: Launch | None = None
-    #: Whoever changes its network holds it.
-    network_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    @property
-    def slot(self) -> int:
-        return int(self.state["slot"])
-
-    @property
-    def exit_code(self) -> int | None:
-        """Of its agent, where that is known: the zygote of an earlier service tells nothing."""
-        launch = self.launch
-        return launch.exited.result() if launch is not None and launch.exited.done() else None
-
-
-@dataclass
-class _Slots:
-    """The lowest free slot first, so that user namespaces are used again."""
-
-    used: set[int] = field(default_factory=set)
-    _next: int = 0
-
-    def take(self) -> int:
-        while self._next in self.used:
-            self._next += 1
-        if self._next >= MAX_SLOTS:
-            raise StartFailed(EndReason.UNSCHEDULABLE, f"all {MAX_SLOTS} sandbox slots are in use")
-        self.used.add(self._next)
-        return self._next
-
-    def give_back(self, slot: int) -> None:
-        self.used.discard(slot)
-        self._next = min(self._next, slot)
 
 
 class LocalRuntime:
@@ -125,10 +74,13 @@ class LocalRuntime:
         )
         self._handles: dict[str, LocalHandle] = {}
         self._starting: set[str] = set()
-        self._slots = _Slots()
+        self._slots = Slots()
         self._launcher = Launcher(self._state_dir, self._instance, self._ordinary)
         self._sandboxes_fd = -1
-        self._removals: dict[str, asyncio.Task[Postmortem]] = {}
+        self._removals = Removals(
+            self._state_dir / "sandboxes", self._handles, self._slots, self._cgroups, self._network, self._egress,
+            self._launcher, ordinary=self._ordinary is not None,
+        )  # fmt: skip
         self._closing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self.on_death: Callable[[str, Postmortem], None] = lambda _id, _postmortem: None
@@ -169,7 +121,7 @@ class LocalRuntime:
                 self._ordinary.check(spec, self._cgroups.enforced())
             except RuntimeRefused as error:
                 raise StartFailed(EndReason.RUNTIME_ERROR, error.detail) from error
-        image = await self._resolve(spec.image, progress)
+        image = await resolved(self.images, self.pulls, spec.image, progress, pull_missing=self._pull_missing)
         slot = self._slots.take()
         handle = LocalHandle(
             spec.sandbox_id,
@@ -204,8 +156,8 @@ class LocalRuntime:
         async def abandon() -> None:
             if launch.asked:
                 await self._launcher.settled(launch, _SETTLE_PATIENCE_S)
-            await _kill_newborn(launch)
-            await self._remove(sandbox_id)
+            await kill_newborn(launch)
+            await self._removals.remove(sandbox_id)
             if launch.asked and not launch.answered:
                 self._in_background(self._undo_late(sandbox_id, launch))
 
@@ -214,33 +166,16 @@ class LocalRuntime:
     async def _undo_late(self, sandbox_id: str, launch: Launch) -> None:
         """The zygote hung and was not waited for: should it get to the request after all, that is undone."""
         await asyncio.wait((launch.delivered, launch.failed), return_when=asyncio.FIRST_COMPLETED)
-        await _kill_newborn(launch)
+        await kill_newborn(launch)
         self._launcher.forget(launch)
         if sandbox_id not in self._handles:
-            await self._remove(sandbox_id)
+            await self._removals.remove(sandbox_id)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    async def _resolve(self, ref: str, progress: Callable[[str], None]) -> ResolvedImage:
-        try:
-            try:
-                return self.images.resolve(ref)
-            except ImageNotFound:
-                if not self._pull_missing or not is_remote(ref):
-                    raise
-            progress(f"pulling {ref}")
-            await self.pulls.pull(ref, progress)
-            return self.images.resolve(ref)
-        except ImageNotFound as error:
-            raise StartFailed(EndReason.IMAGE_NOT_FOUND, error.detail) from error
-        except PullDenied as error:
-            raise StartFailed(EndReason.PULL_DENIED, error.detail) from error
-        except OrchardError as error:
-            raise StartFailed(EndReason.RUNTIME_ERROR, error.detail) from error
 
     async def _launch(
         self, handle: LocalHandle, launch: Launch, spec: SandboxSpec, image: ResolvedImage
@@ -250,7 +185,7 @@ class LocalRuntime:
                 network = await self._network_for(handle, spec)
                 launch.asked = True
                 ids = self._ordinary.ids if self._ordinary is not None else 0
-                channel = await self._ask(handle, launch, _launch_spec(spec, image, launch, network, ids))
+                channel = await self._ask(handle, launch, launch_spec(spec, image, launch, network, ids))
                 try:
                     if network is not None:
                         pid = await launch.until_delivered()
@@ -298,7 +233,7 @@ class LocalRuntime:
                 await asyncio.to_thread(self._network.join, handle.slot, int(handle.state["pid"]), network)
                 handle.state["network"] = True
             if first:
-                await _set_name_servers(channel, network.nameservers)
+                await set_name_servers(channel, network.nameservers)
             return dict(handle.state)
 
     async def _ask(self, handle: LocalHandle, launch: Launch, spec: LaunchSpec) -> AgentProtocolChannel:
@@ -317,38 +252,12 @@ class LocalRuntime:
 
     async def _connect(self, handle: LocalHandle) -> AgentProtocolChannel:
         """Open and authenticate another channel to the agent of a sandbox."""
-        handle.channel = await self._dial(handle.sandbox_id, lambda: self._channel_lost(handle))
+        handle.channel = await dial(self._sandboxes_fd, handle.sandbox_id, lambda: self._channel_lost(handle))
         return handle.channel
 
     async def tunnel_connection(self, sandbox_id: str, protocol: asyncio.Protocol) -> None:
-        channel = await self._dial(sandbox_id, None, use="tunnels")
+        channel = await dial(self._sandboxes_fd, sandbox_id, None, use="tunnels")
         channel.hand_over(protocol)
-
-    async def _dial(
-        self, sandbox_id: str, on_lost: Callable[[], None] | None, **hello: str
-    ) -> AgentProtocolChannel:
-        path = f"/proc/self/fd/{self._sandboxes_fd}/{sandbox_id}/agent.sock"
-        loop = asyncio.get_running_loop()
-        try:
-            _, channel = await loop.create_unix_connection(
-                lambda: AgentProtocolChannel(sandbox_id, on_lost), path
-            )
-        except OSError as error:
-            raise AgentUnreachable(f"the agent of sandbox {sandbox_id} does not listen: {error}") from None
-        try:
-            await channel.call("hello", token=self._token(sandbox_id), **hello)
-        except BaseException:
-            await channel.close()
-            raise
-        return channel
-
-    def _token(self, sandbox_id: str) -> str:
-        fd = os.open(f"{sandbox_id}/sandbox.json", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._sandboxes_fd)
-        with os.fdopen(fd, "rb") as file:
-            try:
-                return str(json.loads(file.read())["token"])
-            except (ValueError, KeyError, TypeError):
-                raise AgentUnreachable(f"the note of sandbox {sandbox_id} is damaged") from None
 
     # ------------------------------------------------------------------------------------------------ death
 
@@ -369,7 +278,7 @@ class LocalRuntime:
         if handle.deleting:
             return
         await self._exit_known(handle)
-        postmortem = await self._remove(
+        postmortem = await self._removals.remove(
             handle.sandbox_id, EndReason.AGENT_LOST, "the agent ended, and the sandbox with it"
         )
         self.on_death(handle.sandbox_id, postmortem)
@@ -385,66 +294,7 @@ class LocalRuntime:
     # -------------------------------------------------------------------------------------------- deletion
 
     async def delete(self, sandbox_id: str) -> Postmortem:
-        return await self._remove(sandbox_id)
-
-    async def _remove(
-        self, sandbox_id: str, reason: EndReason = EndReason.DELETED, message: str = ""
-    ) -> Postmortem:
-        """Remove everything of a sandbox; concurrent callers share one removal, which no cancellation stops."""
-        removal = self._removals.get(sandbox_id)
-        if removal is None:
-            removal = asyncio.get_running_loop().create_task(self._remove_now(sandbox_id, reason, message))
-            self._removals[sandbox_id] = removal
-            removal.add_done_callback(lambda _task: self._removals.pop(sandbox_id, None))
-        return await asyncio.shield(removal)
-
-    async def _remove_now(self, sandbox_id: str, reason: EndReason, message: str) -> Postmortem:
-        handle = self._handles.get(sandbox_id)
-        if handle is not None:
-            handle.deleting = True
-            if handle.channel is not None:
-                await handle.channel.close()
-        peak = self._cgroups.peak_memory_bytes(sandbox_id)
-        log = tuple(log_tail(self._state_dir / "sandboxes" / sandbox_id / "agent.log"))
-        self._cgroups.kill(sandbox_id)
-        await self._gone(sandbox_id)
-        if handle is not None and (handle.state.get("network") or handle.state.get("egress") is not None):
-            async with handle.network_lock:
-                await asyncio.to_thread(self._network.detach, handle.slot)
-                await self._egress.forget(handle.slot)
-        await self._remove_files(sandbox_id)
-        if self._handles.pop(sandbox_id, None) is not None and handle is not None:
-            if handle.launch is not None and (handle.launch.answered or not handle.launch.asked):
-                self._launcher.forget(handle.launch)
-            self._slots.give_back(handle.slot)
-        return Postmortem(reason, message, handle.exit_code if handle else None, peak, log)
-
-    async def _gone(self, sandbox_id: str) -> None:
-        """Wait until no process is left (the kernel is killing them)."""
-        deadline = asyncio.get_running_loop().time() + _DEATH_PATIENCE_S
-        delay_s = 0.001  # uvloop rounds less down to nothing
-        while not self._cgroups.empty(sandbox_id):
-            if asyncio.get_running_loop().time() > deadline:
-                raise RuntimeRefused(f"processes of sandbox {sandbox_id} do not die; the kernel holds them")
-            await asyncio.sleep(delay_s)
-            delay_s = min(delay_s * 1.5, 0.02)
-
-    async def _remove_files(self, sandbox_id: str) -> None:
-        path = self._state_dir / "sandboxes" / sandbox_id
-        if self._ordinary is not None:
-            try:
-                await asyncio.to_thread(remove_all, str(path))
-            except PermissionError:
-                await self._launcher.remove(sandbox_id)
-            await asyncio.to_thread(self._cgroups.remove, sandbox_id)
-            return
-        if not path.exists() or nearly_empty(path):
-            # The common case is a handful of system calls: a thread would cost more than it saves.
-            remove_tree(path)
-            self._cgroups.remove(sandbox_id)
-        else:
-            await asyncio.to_thread(remove_tree, path)
-            await asyncio.to_thread(self._cgroups.remove, sandbox_id)
+        return await self._removals.remove(sandbox_id)
 
     # ------------------------------------------------------------------------------------------- adoption
 
@@ -483,13 +333,13 @@ class LocalRuntime:
                 return handle
             except (OrchardError, OSError, TimeoutError) as error:
                 problem = f"its agent was gone when the service came back ({error})"
-        return await self._remove(sandbox_id, EndReason.AGENT_LOST, problem)
+        return await self._removals.remove(sandbox_id, EndReason.AGENT_LOST, problem)
 
     async def _remove_orphans(self, states: Mapping[str, dict[str, Any]]) -> None:
         """Whatever a crash left under our names: groups, directories, interfaces."""
         on_disk = {entry.name for entry in os.scandir(self._state_dir / "sandboxes")}
         for sandbox_id in (on_disk | self._cgroups.sandboxes()) - set(states):
-            await self._remove(sandbox_id)
+            await self._removals.remove(sandbox_id)
         in_use = {handle.slot for handle in self._handles.values() if handle.state.get("network")}
         await asyncio.to_thread(self._network.leftovers, in_use)
 
@@ -531,66 +381,7 @@ class LocalRuntime:
         return list(header["lines"])
 
     async def resources(self) -> dict[str, Any]:
-        disk = shutil.disk_usage(self._state_dir)
-        memory = meminfo()
-        return {
-            "cpu_cores": float(len(os.sched_getaffinity(0))),
-            "memory_bytes": memory.get("MemTotal", 0),
-            "memory_available_bytes": memory.get("MemAvailable", 0),
-            "disk_bytes": disk.total,
-            "disk_available_bytes": disk.free,
-            "load": list(os.getloadavg()),
-        }
+        return looking.resources(self._state_dir)
 
     def describe(self) -> list[str]:
-        enforced = self._cgroups.enforced()
-        whose = "" if self._ordinary is None else " of an ordinary user"
-        lines = [
-            f"isolation: user, mount, pid, net, ipc, uts and cgroup namespaces{whose}, seccomp, no_new_privs, "
-            "dropped capabilities",
-            f"limits enforced: {', '.join(sorted(enforced)) or 'none'}",
-        ]
-        if self._ordinary is not None:
-            return [*lines, *(f"weaker: {line}" for line in self._ordinary.weaker(enforced))]
-        for name in sorted({"cpu", "memory", "pids"} - enforced):
-            lines.append(f"weaker: no {name} limit can be enforced here (no {name} cgroup controller)")
-        if shutil.which("nft") is None:
-            lines.append(
-                "weaker: block_network=false and allow_egress are refused (nft is not installed: package nftables)"
-            )
-        return lines
-
-
-def _launch_spec(
-    spec: SandboxSpec, image: ResolvedImage, launch: Launch, network: NetworkSpec | None, ids: int
-) -> LaunchSpec:
-    return LaunchSpec(
-        sandbox_id=spec.sandbox_id, slot=launch.slot,
-        layers=[str(layer) for layer in image.layers],
-        mounts=[(mount.target, [str(layer) for layer in mount.layers], mount.read_only) for mount in image.mounts],
-        image_ref=spec.image, image_digest=image.digest, cpu_cores=spec.cpu_cores,
-        memory_bytes=spec.memory_bytes, disk_bytes=spec.disk_bytes, pids=spec.pids, network=network, ids=ids,
-    )  # fmt: skip
-
-
-async def _set_name_servers(channel: AgentProtocolChannel, servers: list[str]) -> None:
-    """In a sandbox that lives; one that has made that impossible keeps what it has."""
-    path, text = "/etc/resolv.conf", "".join(f"nameserver {server}\n" for server in servers)
-    for op, payload, more in (
-        ("remove", b"", {}),  # a link, perhaps to nowhere
-        ("write", text.encode(), {"upload": os.urandom(8).hex(), "mode": 0o644}),
-    ):
-        with suppress(InvalidRequest, NotFound, Conflict, DiskFull):
-            await channel.call(op, payload, path=path, **more)
-
-
-async def _kill_newborn(launch: Launch) -> None:
-    """End a launch by its pid: it may not be in its control group yet."""
-    pid = launch.pid
-    if pid is None or launch.exited.done():
-        return
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    await asyncio.wait((launch.exited,), timeout=_DEATH_PATIENCE_S)
+        return looking.described(self._cgroups.enforced(), self._ordinary)
