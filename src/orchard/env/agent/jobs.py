@@ -10,6 +10,7 @@ from collections import deque
 
 from orchard.env.agent import accounts, spawn, terminal
 from orchard.env.agent.job import AgentError, Defaults, Job, JobSpec
+from orchard.env.agent.launching import Launcher
 from orchard.env.agent.pipes import Pipes
 from orchard.env.agent.sessions import Sessions, SessionsFull, Turn
 from orchard.env.agent.surroundings import Surroundings
@@ -54,7 +55,7 @@ class JobTable:
         self._loop = loop
         self._pipes = Pipes(loop)
         self._containment = containment
-        self._null_fd = null_fd
+        self._launcher = Launcher(containment, self._pipes, null_fd)
         self._spool = spool
         spool.reclaim = self._reclaim
         self.surroundings = Surroundings(defaults)
@@ -177,9 +178,13 @@ class JobTable:
             command = spawn.resolve(argv, spec.login_shell, path)
             directory_fd = self.surroundings.directory(spec)
             try:
-                self._launch(job, command, env, account, directory_fd)
+                # While nothing ran, nothing can have been killed: what was read last still holds.
+                job.oom_before = self._oom_kills if self._alone else self._containment.oom_kills()
+                self._launcher.launch(job, command, env, account, directory_fd)
             finally:
                 os.close(directory_fd)
+            self._by_pid[job.pid] = job
+            self._alone = False
         except Exception as error:
             # Whatever it was, this job ends and the queue goes on.
             self._start_failed(job, error)
@@ -201,89 +206,6 @@ class JobTable:
         if job.terminal_fd not in job.fds:
             raise AgentError("job_not_running", f"job {job.spec.job_id} has no terminal, or not any more")
         terminal.resize(job.terminal_fd, rows, cols)
-
-    def _launch(
-        self,
-        job: Job,
-        command: spawn.Command,
-        env: list[bytes],
-        account: accounts.Account,
-        directory_fd: int,
-    ) -> None:
-        spec = job.spec
-        if spec.pty:
-            out_read, out_write = terminal.open_terminal(*spec.pty, account.uid)
-            ours, theirs = [out_read], [out_write]
-            stdin_fd = err_write = out_write
-            err_read = -1
-        else:
-            out_read, out_write = os.pipe2(os.O_CLOEXEC)
-            err_read, err_write = os.pipe2(os.O_CLOEXEC)
-            ours, theirs = [out_read, err_read], [out_write, err_write]
-            stdin_fd = self._null_fd
-        stdin_write = -1
-        try:
-            if (spec.stdin or spec.stdin_open) and not spec.pty:
-                stdin_fd, stdin_write = os.pipe2(os.O_CLOEXEC)
-                theirs.append(stdin_fd)
-                ours.append(stdin_write)
-            group = self._containment.acquire()
-            try:
-                # While nothing ran, nothing can have been killed: what was read last still holds.
-                job.oom_before = self._oom_kills if self._alone else self._containment.oom_kills()
-                streams = (stdin_fd, out_write, err_write)
-                try:
-                    pid = self._spawn(job, command, env, account, directory_fd, streams)
-                except spawn.SpawnError as error:
-                    if error.stage != "fork" or error.number != errno.EAGAIN:
-                        raise
-                    # The process limit is reached. A command starts all the same, so that what fills the sandbox can
-                    # be looked at and ended from inside; it just cannot fork.
-                    # It is held until it is under the limit, so that it cannot fork before.
-                    pid = self._spawn(
-                        job, command, env, account, directory_fd, streams, past_limit_into=group
-                    )
-                else:
-                    self._containment.adopt(group, pid)
-            except BaseException:
-                self._containment.release(group)
-                raise
-        except BaseException:
-            for fd in (*ours, *theirs):
-                os.close(fd)
-            raise
-        for fd in theirs:
-            os.close(fd)
-        job.group = group
-        job.pid = pid
-        self._by_pid[pid] = job
-        self._alone = False
-        if spec.pty:
-            self._pipes.attach_terminal(job, out_read)
-        else:
-            self._pipes.attach(job, out_read, err_read, stdin_write)
-
-    def _spawn(self, job: Job, command: spawn.Command, env: list[bytes], account: accounts.Account, directory_fd: int,
-               streams: tuple[int, int, int], *, past_limit_into: JobGroup | None = None) -> int:  # fmt: skip
-        """The pid. streams: what becomes stdin, stdout and stderr. past_limit_into: start it although the process limit is
-        reached, and adopt it there. Raises `SpawnError`."""
-
-        def hold(pid: int) -> None:
-            assert past_limit_into is not None
-            self._containment.leave()
-            self._containment.adopt(past_limit_into, pid)
-
-        keep_fds = job.turn.show() if job.turn is not None else ()
-        self._containment.enter(past_limit=past_limit_into is not None)
-        try:
-            return spawn.spawn(command, env=env, directory_fd=directory_fd, account=account, stdin_fd=streams[0],
-                               stdout_fd=streams[1], stderr_fd=streams[2], null_fd=self._null_fd,
-                               terminal=job.spec.pty is not None, keep_fds=keep_fds,
-                               hold=None if past_limit_into is None else hold)  # fmt: skip
-        finally:
-            self._containment.leave()
-            if job.turn is not None:
-                job.turn.hide()
 
     def _start_failed(self, job: Job, error: Exception) -> None:
         """A program that is not there or not executable ends like in a shell: 127 or 126 and a line on stderr."""
