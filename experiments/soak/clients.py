@@ -24,7 +24,7 @@ from tests.support.rest import Answer, Rest, new_id
 
 IMAGE = "host"
 #: A sandbox outlives its killed client by this much.
-LEASE_S = 40.0
+LEASE_S = 60.0
 _UNANSWERED = (ConnectionError, http.client.HTTPException, TimeoutError, OSError)
 #: What may be said of anything while something is broken: come again.
 _AGAIN = (503, 507)
@@ -119,7 +119,7 @@ class Client(threading.Thread):
         if self._gone(self._json("POST", "/sandboxes", body), "create"):
             return
         while True:
-            answer = self._json("GET", f"/sandboxes/{sandbox_id}/wait", timeout=20)
+            answer = self._json("GET", f"/sandboxes/{sandbox_id}/wait", timeout=8)
             if answer.status == 408:
                 continue
             if self._gone(answer, "wait"):
@@ -227,7 +227,7 @@ def main() -> None:
     ledger = Ledger(Path(path))
     rng = random.Random(int(seed))
     clients = [
-        Client(ledger, [Rest(url, key, timeout_s=40.0) for url in urls], stop, rng.randrange(1 << 30))
+        Client(ledger, [Rest(url, key, timeout_s=15.0) for url in urls], stop, rng.randrange(1 << 30))
         for _ in range(int(threads))
     ]
     for client in clients:

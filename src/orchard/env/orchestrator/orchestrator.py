@@ -36,6 +36,8 @@ from orchard.env.runtimes.base import FiltersEgress, Postmortem, Runtime
 
 _log = logging.getLogger(__name__)
 _HOUSEKEEPING_S = 15.0
+#: Agents that are asked for their jobs at the same time.
+_ADOPTED_AT_ONCE = 32
 
 
 class Orchestrator:
@@ -127,18 +129,15 @@ class Orchestrator:
         for job in await self.store.unfinished_jobs():
             jobs[job.sandbox_id].append(job)
         found = await self.runtime.adopt({s.sandbox_id: s.runtime_state or {} for s in waiting})
-        kept = 0
+        kept: list[Sandbox] = []
         for sandbox in waiting:
             self.lifecycle.reaper.watch(sandbox.sandbox_id)
             remains = found.get(sandbox.sandbox_id)
             if remains is not None and not isinstance(remains, Postmortem):
-                kept += 1
+                kept.append(sandbox)
                 if sandbox.status is SandboxStatus.PENDING:
                     await self.lifecycle.became_ready(sandbox, remains)
                 sandbox.note("the service was restarted; the sandbox lives on")
-                await self._adopt_jobs(sandbox, jobs.pop(sandbox.sandbox_id, []))
-                if sandbox.tunnels:
-                    self.tunnels.adopt(sandbox)
             elif sandbox.status is SandboxStatus.PENDING:
                 self.lifecycle.requeue(sandbox)
             else:
@@ -146,15 +145,23 @@ class Orchestrator:
                     EndReason.RUNTIME_ERROR, "it was gone when the service came back"
                 )
                 self.lifecycle.end(sandbox, postmortem.reason, postmortem.message, postmortem)
+        limit = asyncio.Semaphore(_ADOPTED_AT_ONCE)
+        async with asyncio.TaskGroup() as group:
+            for sandbox in kept:
+                group.create_task(self._adopt_jobs(sandbox, jobs.pop(sandbox.sandbox_id, []), limit))
         await self._close_orphans(jobs)
         await self.store.flush()
         if waiting:
-            _log.info("adopted %d of %d sandboxes that were alive", kept, len(waiting))
+            _log.info("adopted %d of %d sandboxes that were alive", len(kept), len(waiting))
 
-    async def _adopt_jobs(self, sandbox: Sandbox, known: list[JobRecord]) -> None:
+    async def _adopt_jobs(self, sandbox: Sandbox, known: list[JobRecord], limit: asyncio.Semaphore) -> None:
+        """Side by side: one agent that is slow to answer must not hold up the start."""
         try:
-            await self.execution.adopt(sandbox, known)
+            async with limit:
+                await self.execution.adopt(sandbox, known)
             self.terminals.adopt(sandbox)
+            if sandbox.tunnels:
+                self.tunnels.adopt(sandbox)
         except OrchardError as error:
             # It died since it was adopted, or is about to: its end closes its jobs.
             for record in known:

@@ -25,8 +25,8 @@ _NUMBERS = frozenset((int, float))
 #: What an error of an agent may be; any other (an agent cannot refuse a key) is a fault of the sandbox.
 _CODES = frozenset({
     "conflict", "cwd_not_found", "disk_full", "file_not_found", "infrastructure_error", "invalid_request",
-    "job_not_found", "job_not_running", "not_found", "overloaded", "path_invalid", "too_large", "user_not_found",
-    "wait_timeout",
+    "job_not_found", "job_not_running", "not_found", "overloaded", "path_invalid", "port_in_use", "port_not_allowed",
+    "too_large", "user_not_found", "wait_timeout",
 })  # fmt: skip
 
 _JOB: Mapping[str, _Kinds] = {
@@ -217,5 +217,6 @@ def _plain(**kinds: _Kinds) -> Callable[[Fields, bytes, Fields], None]:
 _CHECKS: dict[str, Callable[[Fields, bytes, Fields], None]] = {
     "exec": _job, "job": _job, "cancel": _cancelled, "jobs": _jobs, "output": _output, "read": _read, "stat": _stat,
     "list": _list, "sessions": _sessions, "watch": _plain(watch=_COUNT), "watch_changes": _watch_changes,
-    "remove": _plain(more=_FLAG), "log": _log, "statvfs": _plain(total_bytes=_COUNT, free_bytes=_COUNT),
+    "remove": _plain(more=_FLAG), "log": _log, "processes": _plain(processes=_COUNT),
+    "statvfs": _plain(total_bytes=_COUNT, free_bytes=_COUNT),
 }  # fmt: skip
