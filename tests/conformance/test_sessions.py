@@ -93,7 +93,9 @@ def test_a_backslash_at_the_end_is_the_commands_own(run: Run) -> None:
     assert (job["exit_code"], job["stderr"]) == (0, "")
 
 
-@pytest.mark.parametrize("name", ["declare", "cd", "echo", "set", "trap", "unset", "alias", "exit", "builtin"])
+@pytest.mark.parametrize(
+    "name", ["declare", "cd", "echo", "set", "trap", "unset", "alias", "exit", "builtin"]
+)
 def test_a_function_with_the_name_of_a_builtin_loses_nothing_unsaid(run: Run, name: str) -> None:
     out(run("A=before; cd /usr"))
     job = run(f"{name}() {{ command printf noise; }}; A=after")

@@ -208,7 +208,7 @@ class JobTable:
         terminal.resize(job.terminal_fd, rows, cols)
 
     def _start_failed(self, job: Job, error: Exception) -> None:
-        """A program that is not there or not executable ends like in a shell: 127 or 126 and a line on stderr or the terminal."""
+        """A program that is not there or not executable ends like in a shell: 127 or 126, and a line that says so."""
         if isinstance(error, spawn.SpawnError) and error.stage == "exec":
             missing = error.number in (errno.ENOENT, errno.ENOTDIR)
             said = f"orchard: {error}".encode("utf-8", "replace")

@@ -103,7 +103,8 @@ def _readable(error: ValidationError) -> str:
     parts = []
     for problem in error.errors(include_url=False, include_context=False):
         where = field_of(problem["loc"])
-        parts.append(f"{where}: {problem['msg'].removeprefix('Value error, ')}" if where else problem["msg"])
+        message = problem["msg"].removeprefix("Value error, ")
+        parts.append(f"{where}: {message}" if where else message)
     return "; ".join(dict.fromkeys(parts))
 
 
