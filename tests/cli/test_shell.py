@@ -20,9 +20,9 @@ from tests.cli.conftest import Cli
 class Window:
     """A terminal in which `orchard shell` runs."""
 
-    def __init__(self, *arguments: str, env: dict[str, str]) -> None:
+    def __init__(self, *arguments: str, env: dict[str, str], rows: int = 30, cols: int = 90) -> None:
         self._ours, theirs = os.openpty()
-        self.resize(30, 90)
+        self.resize(rows, cols)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "orchard", "shell", *arguments], stdin=theirs, stdout=theirs, stderr=theirs,
             env={**env, "TERM": "xterm"}, start_new_session=True,
@@ -115,6 +115,22 @@ def test_without_a_terminal_it_takes_its_input_from_a_pipe(cli: Cli, sandbox_id:
     done = cli("shell", sandbox_id, "--", "sh", "-c", "read x; echo got $x; exit 4", text="piped\n")
     assert done.returncode == 4
     assert "got piped" in done.stdout
+
+
+def test_the_end_of_its_input_ends_a_login_shell_too(cli: Cli, sandbox_id: str) -> None:
+    assert cli("shell", sandbox_id, text="").returncode == 0
+    done = cli("shell", sandbox_id, text="echo got:$((1+1))\npython3\n6*7\n")
+    assert done.returncode == 0
+    assert "got:2" in done.stdout
+    assert "42" in done.stdout
+
+
+def test_a_terminal_that_knows_no_size_will_do(service_environment: dict[str, str], sandbox_id: str) -> None:
+    opened = Window(sandbox_id, "--", "stty", "size", env=service_environment, rows=0, cols=0)
+    try:
+        opened.until("24 80")
+    finally:
+        opened.close()
 
 
 def test_an_unknown_sandbox_is_an_error(cli: Cli) -> None:

@@ -149,10 +149,16 @@ except OSError as error: report(errno.errorcode[error.errno])
         "\r\n\r\nGET / HTTP/1.1\r\nHost: other.example\r\n\r\n",
         "PROXY TCP4 1.1.1.1 1.1.1.1 1 80\r\nGET / HTTP/1.1\r\nHost: other.example\r\n\r\n",
         "GET / HTTP/1.1\nHost: other.example\n\n",
+        "GET /\u00e9 HTTP/1.1\r\nHost: other.example\r\n\r\n",
+        "GET /\1 HTTP/1.1\r\nHost: other.example\r\n\r\n",
+        "GET /\rHTTP/1.1\r\nHost: other.example\r\n\r\n",
+        "\vGET / HTTP/1.1\r\nHost: other.example\r\n\r\n",
+        "POST / HTTP/1.0\r\nHost: allowed.example\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     ],
     ids=[
         "host", "no-host", "two-hosts", "absolute", "connect", "pipelined", "two-lengths", "http2", "h2c",
         "after-empty-lines", "proxy-protocol", "bare-newlines",
+        "no-ascii", "control", "bare-return", "odd-space", "old-chunked",
     ],
 )  # fmt: skip
 def test_a_request_for_another_host_is_refused(box: Box, out: Outside, said: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -338,6 +339,21 @@ def test_deletion_removes_the_network_device(rest: Rest, images: Images) -> None
         blocked = network_devices()
     eventually(lambda: not {d for d in network_devices() - before if d.startswith("v")}, "no device is left")
     assert not {d for d in blocked - before if d.startswith("v")}, "a blocked sandbox has none on the machine"
+
+
+def test_the_gateway_is_the_same_while_others_come_and_go(opened: Box, new_box: NewBox) -> None:
+    before = network_devices()
+    others = [new_box(block_network=False)]
+    (device,) = network_devices() - before
+    address = Path(f"/sys/class/net/{device}/master/address")
+    seen = {address.read_text()}
+    for _ in range(6):
+        others.append(new_box(block_network=False))
+        seen.add(address.read_text())
+    for other in others[1:]:
+        other.rest.delete(other.path)
+        seen.add(address.read_text())
+    assert len(seen) == 1
 
 
 def test_the_files_that_name_resolution_needs_are_there(opened: Box) -> None:

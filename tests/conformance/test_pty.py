@@ -222,8 +222,10 @@ def test_its_id_is_that_of_a_job(box: Box, pty: Callable[..., Pty]) -> None:
     assert (job["exit_code"], job["stdout"]) == (3, "shown\r\n")
 
 
-def test_a_program_that_does_not_exist_exits_with_127(pty: Callable[..., Pty]) -> None:
-    assert pty("no-such-program-at-all").exit() == 127
+def test_a_program_that_does_not_exist_exits_with_127_and_is_told(pty: Callable[..., Pty]) -> None:
+    terminal = pty("no-such-program-at-all")
+    assert terminal.exit() == 127
+    assert terminal.shown == b"orchard: no-such-program-at-all: No such file or directory\r\n"
 
 
 def test_a_directory_that_does_not_exist_is_told(box: Box) -> None:

@@ -180,6 +180,25 @@ def test_a_field_of_the_wrong_type_is_named(rest: Rest, field: str) -> None:
     assert field in answer.json["detail"]
 
 
+@pytest.mark.parametrize(
+    ("body", "detail"),
+    [
+        ({"command": "a\0b"}, "command: must not contain a NUL byte; command: Input should be a valid array"),
+        ({"command": 5}, "command: Input should be a valid string; command: Input should be a valid array"),
+        ({"command": ["a", 5]}, "command: Input should be a valid string; command.1: Input should be a valid string"),
+    ],
+)  # fmt: skip
+def test_a_field_of_several_kinds_is_named_as_its_user_knows_it(
+    box: Box, body: dict[str, object], detail: str
+) -> None:
+    assert box.rest.post(f"{box.path}/exec", body).json["detail"] == detail
+
+
+def test_a_field_called_path_is_named(box: Box) -> None:
+    answer = box.rest.post(f"{box.path}/files", {"path": "", "content": ""})
+    assert answer.json["detail"].startswith("path: ")
+
+
 def test_null_means_not_given(rest: Rest, images: Images) -> None:
     optional = [
         "sandbox_id",

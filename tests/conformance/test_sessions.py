@@ -80,6 +80,47 @@ def test_a_wrong_command_fails_and_the_session_lives(run: Run, text: str) -> Non
     assert out(run("echo $A")) == "kept\n"
 
 
+@pytest.mark.parametrize("text", ["A=1\necho 'open", "A=1\necho `open", "A=1\necho ${open"])
+def test_a_wrong_command_says_only_what_is_wrong_with_it(run: Run, text: str) -> None:
+    job = run(text)
+    assert (job["exit_code"], job["session_reset"]) == (2, False)
+    assert "orchard_leave" not in job["stderr"]
+    assert out(run("echo $A")) == "1\n"
+
+
+def test_a_backslash_at_the_end_is_the_commands_own(run: Run) -> None:
+    job = run("echo end \\")
+    assert (job["exit_code"], job["stderr"]) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "name", ["declare", "cd", "echo", "set", "trap", "unset", "alias", "exit", "builtin"]
+)
+def test_a_function_with_the_name_of_a_builtin_loses_nothing_unsaid(run: Run, name: str) -> None:
+    out(run("A=before; cd /usr"))
+    job = run(f"{name}() {{ command printf noise; }}; A=after")
+    kept = "before" if job["session_reset"] else "after"
+    assert job["session_reset"] is (name == "builtin")
+    assert out(run("printf '%s' \"$A $PWD\"")) == f"{kept} /usr"
+
+
+def test_aliases_of_builtins_do_no_harm(run: Run) -> None:
+    out(run("A=kept; shopt -s expand_aliases; alias exec=false trap=false cd=false set=false '{=false'"))
+    assert out(run("printf $A")) == "kept"
+
+
+def test_functions_may_need_options_and_use_aliases(run: Run) -> None:
+    out(run("shopt -s extglob expand_aliases; alias say='printf said; printf'"))
+    out(run("f() { case $1 in @(a|b)) say $1 ;; esac; }"))
+    out(run("A=kept"))
+    assert out(run("f b; echo $A")) == "saidbkept\n"
+
+
+def test_traps_see_only_the_command(run: Run) -> None:
+    assert run("set -ET; A=1; trap 'printf .' DEBUG; :; :")["stdout"] == ".."
+    assert out(run("echo $A")) == "1\n"
+
+
 def test_many_lines_run_as_one_script(run: Run) -> None:
     assert out(run("for i in 1 2\ndo\n  echo $i\ndone\n# comment\necho end")) == "1\n2\nend\n"
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from orchard.env.client import Terminal
 
 _INPUT_BYTES = 64 << 10
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 30.0
 
 
 def shell(
@@ -47,6 +48,7 @@ def shell(
     if "TERM" in os.environ:
         variables = {"TERM": os.environ["TERM"], **(variables or {})}
     size = _size()
+    ended = threading.Event()
     with options.connect(base_url, api_key) as client:
         sandbox = client.get(sandbox_id)
         if attach is not None:
@@ -60,7 +62,7 @@ def shell(
             signal.signal(number, _end)
         try:
             with _raw_input(), _resizing(terminal):
-                threading.Thread(target=_feed, args=(terminal,), name="input", daemon=True).start()
+                threading.Thread(target=_feed, args=(terminal, ended), name="input", daemon=True).start()
                 for data in terminal.output():
                     write_bytes(data)
         except (KeyboardInterrupt, SystemExit):
@@ -69,6 +71,8 @@ def shell(
                 f"the terminal goes on; come back with: orchard shell {sandbox_id} --attach {terminal.pty_id}"
             )
             raise
+        finally:
+            ended.set()
         code = terminal.exit_code
     raise typer.Exit(1 if code is None or code < 0 else code)
 
@@ -81,7 +85,9 @@ def _size() -> os.terminal_size:
     """Of this terminal, asked of itself: COLUMNS and LINES may be of another, or of before."""
     for stream in (sys.stdout, sys.stdin, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
-            return os.get_terminal_size(stream.fileno())
+            size = os.get_terminal_size(stream.fileno())
+            if size.columns and size.lines:  # nobody may have told this terminal its size
+                return size
     return os.terminal_size((80, 24))
 
 
@@ -123,10 +129,16 @@ def _resizing(terminal: Terminal) -> Iterator[None]:
         signal.signal(signal.SIGWINCH, before)
 
 
-def _feed(terminal: Terminal) -> None:
+def _feed(terminal: Terminal, ended: threading.Event) -> None:
     from orchard.env.errors import OrchardError
 
     with contextlib.suppress(OrchardError, RuntimeError, OSError):
         while data := os.read(sys.stdin.fileno(), _INPUT_BYTES):
             terminal.send(data)
-        terminal.send(b"\x04")  # our input has ended: so does the terminal's
+        # Our input has ended: so does the terminal's, for whatever reads it next. An end that comes while a program
+        # sets the terminal up is lost on it, hence again.
+        wait_s = _FIRST_WAIT_S
+        terminal.send(b"\x04")
+        while not ended.wait(wait_s):
+            terminal.send(b"\x04")
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)

@@ -363,3 +363,10 @@ async def test_what_may_not_be_repeated_is_not_sent_to_another_service(
 def test_each_of_several_urls_must_be_one(url: str) -> None:
     with pytest.raises(errors.InvalidRequest, match="base_url"):
         ClientSettings(base_url=url)
+
+
+async def test_what_is_wrong_as_a_whole_is_said_without_the_validators_words(
+    client: AsyncSandboxClient,
+) -> None:
+    with pytest.raises(errors.InvalidRequest, match=r"^allow_egress narrows"):
+        await client.create("host", block_network=False, allow_egress=["a.example"])

@@ -208,10 +208,14 @@ class JobTable:
         terminal.resize(job.terminal_fd, rows, cols)
 
     def _start_failed(self, job: Job, error: Exception) -> None:
-        """A program that is not there or not executable ends like in a shell: 127 or 126 and a line on stderr."""
+        """A program that is not there or not executable ends like in a shell: 127 or 126, and a line that says so."""
         if isinstance(error, spawn.SpawnError) and error.stage == "exec":
             missing = error.number in (errno.ENOENT, errno.ENOTDIR)
-            job.stderr.write(f"orchard: {error}\n".encode("utf-8", "replace"))
+            said = f"orchard: {error}".encode("utf-8", "replace")
+            if job.spec.pty is not None:
+                job.stdout.write(said + b"\r\n")
+            else:
+                job.stderr.write(said + b"\n")
             job.error_code = "command_not_found" if missing else None
             self._complete(job, 127 if missing else 126)
             return

@@ -24,56 +24,68 @@ _END = b"\n# end of session state\n"
 # $1 is "eval" or "run", $2 whether to go "back" to the session's directory; the command follows. What is left ends with a
 # mark, so that half of it is never taken for all. Tracing, and ending at errors, must not see this script: they are
 # switched on with the command's own text, and off before anything is left.
+# Options are set before functions are read, which may need them (extglob), and aliases work only after that: in what is
+# left of functions, theirs are expanded already. `builtin`, because users call functions cd or echo; who calls one
+# builtin leaves no mark. All is one group: after it is read, neither aliases nor a quote that a command left open change
+# how the rest of it is understood.
 _BASH = r"""
 __orchard_leave() {
     __orchard_code=$? __orchard_flags=$-
-    set +xveu
-    trap - EXIT
-    unset __orchard_text __orchard_how __orchard_place
-    __orchard_dir=$PWD __orchard_opts=$(set +o; shopt -p)
+    builtin trap - EXIT DEBUG ERR RETURN
+    builtin set +xveu
+    builtin unset __orchard_text __orchard_how __orchard_place
+    __orchard_dir=$PWD __orchard_opts=$(builtin set +o; builtin shopt -p)
     for __orchard_name in xtrace verbose errexit nounset noexec; do
         __orchard_opts=${__orchard_opts//set -o $__orchard_name/:}
     done
-    { declare -p; declare -f; alias -p; echo "$__orchard_opts"; umask -p; echo; echo '# end of session state'; } >&197
-    exit "$__orchard_code"
+    __orchard_late=
+    for __orchard_name in 'set -o posix' 'shopt -s expand_aliases'; do
+        [[ $__orchard_opts = *"$__orchard_name"* ]] || continue
+        __orchard_late+="builtin $__orchard_name;" __orchard_opts=${__orchard_opts//$__orchard_name/:}
+    done
+    { builtin declare -p; builtin alias -p; builtin echo "$__orchard_opts"; builtin umask -p; builtin declare -f
+      builtin echo "$__orchard_late"; builtin echo; builtin echo '# end of session state'; } >&197
+    builtin exit "$__orchard_code"
 }
-. /dev/fd/196 2>/dev/null
-exec 196<&-
-__orchard_how=$1 __orchard_place=$2; shift 2
-if [ "$__orchard_place" = back ] && [ -n "${__orchard_dir-}" ]; then
-    cd -- "$__orchard_dir" 2>/dev/null || echo "orchard: the directory $__orchard_dir of the session is gone" >&2
+{
+builtin . /dev/fd/196 >/dev/null 2>&1
+builtin exec 196<&-
+__orchard_how=$1 __orchard_place=$2; builtin shift 2
+if [[ $__orchard_place = back && -n ${__orchard_dir-} ]]; then
+    builtin cd -- "$__orchard_dir" 2>/dev/null ||
+        builtin echo "orchard: the directory $__orchard_dir of the session is gone" >&2
 fi
-trap '{ __orchard_leave; } 2>/dev/null' EXIT
-case ${__orchard_flags-} in *x*) set -- 'set -x; ' "$@" ;; *) set -- '' "$@" ;; esac
-case ${__orchard_flags-} in *u*) set -- "set -u; $1" "${@:2}" ;; esac
-case ${__orchard_flags-} in
-    *e*) set -- "set -e; $1" "${@:2}" ;;
-    *) (exit "${__orchard_code:-0}") ;;
-esac
-if [ "$__orchard_how" = eval ]; then
-    __orchard_text=$1$2; shift 2
-    (exit "${__orchard_code:-0}"); eval "$__orchard_text"
+builtin trap '{ __orchard_leave; } >/dev/null 2>&1' EXIT
+case ${__orchard_flags-} in *x*) builtin set -- 'set -x; ' "$@" ;; *) builtin set -- '' "$@" ;; esac
+case ${__orchard_flags-} in *u*) builtin set -- "set -u; $1" "${@:2}" ;; esac
+case ${__orchard_flags-} in *e*) builtin set -- "set -e; $1" "${@:2}" ;; esac
+if [[ $__orchard_how = eval ]]; then
+    __orchard_text=$1$2; builtin shift 2
 else
-    __orchard_text=$1; shift
-    (exit "${__orchard_code:-0}"); eval "$__orchard_text"'"$@"'
+    __orchard_text=$1'"$@"'; builtin shift
 fi
-{ __orchard_leave; } 2>/dev/null
+(builtin exit "${__orchard_code:-0}"); builtin eval "$__orchard_text"
+{ __orchard_leave; } >/dev/null 2>&1
+}
 """
 _SH = r"""
 __orchard_leave() {
     __orchard_code=$?; set +xveu; trap - 0
-    { export -p; echo "umask $(umask)"; echo "__orchard_dir='$(pwd | sed "s/'/'\\\\''/g")'"
-      echo; echo '# end of session state'; } >&197
+    { export -p; command echo "umask $(command umask)"
+      command echo "__orchard_dir='$(command pwd | command sed "s/'/'\\\\''/g")'"
+      command echo; command echo '# end of session state'; } >&197
     exit "$__orchard_code"
 }
+{
 . /dev/fd/196 2>/dev/null
 exec 196<&-
 __orchard_how=$1; __orchard_place=$2; shift 2
 if [ "$__orchard_place" = back ] && [ -n "${__orchard_dir-}" ]; then
     cd "$__orchard_dir" 2>/dev/null || echo "orchard: the directory $__orchard_dir of the session is gone" >&2
 fi
-trap '{ __orchard_leave; } 2>/dev/null' 0
+trap '{ __orchard_leave; } >/dev/null 2>&1' 0
 if [ "$__orchard_how" = eval ]; then eval "$1"; else "$@"; fi
+}
 """
 
 

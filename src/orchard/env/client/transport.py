@@ -26,7 +26,7 @@ from orchard.env.client.process import connection_limit, make_immortal
 from orchard.env.client.retry import Backoff, parse_retry_after
 from orchard.env.client.settings import ClientSettings
 from orchard.env.client.tracing import trace_headers
-from orchard.env.contract import API_VERSION, KEY_HEADER, VERSION_HEADER
+from orchard.env.contract import API_VERSION, KEY_HEADER, VERSION_HEADER, field_of
 from orchard.env.errors import (
     ConnectionFailed,
     InfrastructureError,
@@ -102,8 +102,9 @@ def encode(request: BaseModel) -> bytes:
 def _readable(error: ValidationError) -> str:
     parts = []
     for problem in error.errors(include_url=False, include_context=False):
-        where = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("function-"))
-        parts.append(f"{where}: {problem['msg'].removeprefix('Value error, ')}" if where else problem["msg"])
+        where = field_of(problem["loc"])
+        message = problem["msg"].removeprefix("Value error, ")
+        parts.append(f"{where}: {message}" if where else message)
     return "; ".join(dict.fromkeys(parts))
 
 

@@ -31,6 +31,13 @@ def valid_id(value: str) -> str:
     return value
 
 
+def field_of(loc: tuple[str | int, ...]) -> str:
+    """The field that a validation problem is about, as its user knows it: without the kinds that it may have."""
+    return ".".join(
+        str(step) for step in loc if not re.search(r"[^\w-]", str(step)) and step not in ("str", "list")
+    )
+
+
 _SUFFIX = {
     "": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15,
     "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50,

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from orchard.env.contract import Death
+from orchard.env.contract import Death, field_of
 from orchard.env.errors import (
     Forbidden,
     InternalError,
@@ -170,13 +170,14 @@ def error_response(error: OrchardError) -> Response:
 
 def from_validation(error: ValidationError | RequestValidationError) -> InvalidRequest:
     """What of a request was wrong, by field."""
+    # The layer below says first in which part of the request the field is.
     if isinstance(error, RequestValidationError):
-        found = list(error.errors())
+        found, skip = list(error.errors()), 1
     else:
-        found = list(error.errors(include_url=False, include_input=False))
+        found, skip = list(error.errors(include_url=False, include_input=False)), 0
     parts = []
     for problem in found[:5]:
-        where = ".".join(str(step) for step in problem["loc"] if step not in ("body", "query", "path"))
+        where = field_of(problem["loc"][skip:])
         message = str(problem["msg"]).removeprefix("Value error, ")
         if problem["type"] == "extra_forbidden":
             message = "unknown field; see /docs for the fields of this request"

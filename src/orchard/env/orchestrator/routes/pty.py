@@ -19,6 +19,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from orchard.env.contract import field_of
 from orchard.env.errors import (
     Conflict,
     Forbidden,
@@ -202,8 +203,8 @@ class _Session:
             return _FRAMES.validate_json(text.get("text") or text.get("bytes") or b"")
         except ValidationError as error:
             problem = error.errors()[0]
-            where = ".".join(str(part) for part in problem["loc"])
-            raise InvalidRequest(f"frame {where}: {problem['msg']}") from None
+            where = f"frame {field_of(problem['loc'])}".rstrip()
+            raise InvalidRequest(f"{where}: {problem['msg']}") from None
 
     async def _output(self, job: Any, since: int) -> None:
         async for happening in self._service.streams.follow(job, {"stdout": since}, _FRAME_BYTES):

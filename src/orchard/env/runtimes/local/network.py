@@ -7,6 +7,7 @@ only a loopback and never come here.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import shutil
@@ -253,7 +254,12 @@ class Network:
 
     def _delete_link(self, name: str) -> None:
         for index in self._ip.link_lookup(ifname=name):
-            self._ip.link("del", index=index)
+            try:
+                self._ip.link("del", index=index)
+            except Exception as error:  # that of pyroute2, which is loaded late
+                # It goes by itself with the sandbox's end of it, maybe just now.
+                if getattr(error, "code", None) != errno.ENODEV:
+                    raise
 
     def _prepare(self) -> None:
         if self._ready:
@@ -279,6 +285,10 @@ class Network:
             self._ip.link("add", ifname=self._bridge, kind="bridge")
             found = self._ip.link_lookup(ifname=self._bridge)
             self._ip.addr("add", index=found[0], address=str(gateway), prefixlen=self._subnet.prefixlen)
+        # Said even if it has it: otherwise it takes another whenever that of an interface which comes or goes is lower,
+        # and other sandboxes send to the old one until they ask anew, for ten seconds.
+        address = Path(f"/sys/class/net/{self._bridge}/address").read_text().strip()
+        self._ip.link("set", index=found[0], address=address)
         for path, value in (
             (f"/proc/sys/net/ipv6/conf/{self._bridge}/disable_ipv6", "1"),
             ("/proc/sys/net/ipv4/ip_forward", "1"),

@@ -15,9 +15,11 @@ from orchard.env.egress import canonical_name
 from orchard.env.runtimes.local.gateway.tls import Incomplete, Malformed, server_name
 
 _MAX_HELD_BYTES = 128 << 10
-_TEXT = re.compile(rb"[\t\x20-\x7e]*\Z")
-_LINE_END = re.compile(rb"[\r\n]")
-_HTTP_LINE = re.compile(rb"HTTP/[0-9]", re.IGNORECASE)
+#: How every line begins that some server would take for a request: a word, and a space in the widest sense. The rest of
+#: the line may hold any byte; only a line feed ends it, as servers read a lone carriage return as a space.
+_SPACE = rb"[\t\x0b-\r\x1c-\x20\x85\xa0]"
+_MAY_BE_REQUEST = re.compile(_SPACE + rb"*(?:[!-~]+(?:" + _SPACE + rb"|\Z)|\Z)")
+_REQUEST = re.compile(rb"HTTP/[0-9][^\r\n]*[\r\n]", re.IGNORECASE)
 _HTTP2_PREFACE = b"PRI * HTTP/2"
 #: Says on whose behalf a connection is, to servers that believe it; what follows would go unseen.
 _PROXY_PREFACES = (b"PROXY ", b"\0\r\nQUIT\n")
@@ -89,12 +91,14 @@ class Inspection:
             raise Refused("a TLS handshake of the old kind names no host", _TLS_ALERT)
         if len(said) < 3 or any(preface.startswith(said) for preface in _PROXY_PREFACES):
             return data
-        line, *more = _LINE_END.split(said, maxsplit=1)
-        if _TEXT.match(line) and not more:
+        line, *more = said.split(b"\n", maxsplit=1)
+        may_be_request = _MAY_BE_REQUEST.match(line)
+        is_request = may_be_request and _REQUEST.search(said[: len(line) + 1])
+        if may_be_request and not is_request and not more:
             self._hold()
             return data
         self._held = b""
-        if not _TEXT.match(line) or not _HTTP_LINE.search(line):
+        if not is_request:
             self._look = _unseen
             return data
         if line.startswith(_HTTP2_PREFACE):
@@ -220,7 +224,8 @@ class _Requests:
             if found is None or _host(found[1]) != self._name:
                 return f"the request is for {self._url[:100].decode('latin-1')}"
         coding = values.get(b"transfer-encoding", [])
-        if coding and (len(coding) > 1 or coding[0].lower() != b"chunked" or b"content-length" in values):
+        twice = len(coding) > 1 or b"content-length" in values or self._parser.get_http_version() != "1.1"
+        if coding and (twice or coding[0].lower() != b"chunked"):
             return "the length of the request can be read in two ways"
         return self._wrong_upgrade(values)
 
