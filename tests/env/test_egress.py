@@ -77,3 +77,9 @@ def test_a_resolver_is_an_address_with_or_without_a_port() -> None:
     for text in ("", "dns.example", "1.2.3.4:0", "1.2.3.4:x", "1.2.3.4:", "::1"):
         with pytest.raises(ValueError, match="ADDR"):
             parse_resolver(text)
+
+
+@pytest.mark.parametrize("entry", ["http://example.org", "https://example.org:443/path"])
+def test_a_url_is_told_to_leave_its_scheme_out(entry: str) -> None:
+    with pytest.raises(ValueError, match="is a URL"):
+        parse_entry(entry)

@@ -81,6 +81,10 @@ class EgressEntry:
 
 def parse_entry(text: str) -> EgressEntry:
     """The entry that `text` means. ValueError says what is wrong with it and what would be right."""
+    if "://" in text:
+        raise ValueError(
+            f"{text!r:.120} is a URL: leave out what is before the host name, and its path: {_HINT}"
+        )
     if "[" in text or text.count(":") > 1:
         raise ValueError(f"{text!r:.120} is IPv6, which sandboxes do not have: {_HINT}")
     host, colon, ports_text = text.partition(":")

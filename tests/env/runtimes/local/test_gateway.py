@@ -18,6 +18,7 @@ from orchard.env.runtimes.local.gateway.dns import answer
 from orchard.env.runtimes.local.gateway.inspection import Inspection, Refused
 from orchard.env.runtimes.local.gateway.nflog import packets
 from orchard.env.runtimes.local.gateway.policies import MAX_FOUND_NAMES, Policy
+from orchard.env.runtimes.local.gateway.proxy import FEW_CONNECTIONS, MAX_CONNECTIONS, Proxy
 from orchard.env.runtimes.local.gateway.tls import Incomplete, Malformed, server_name
 from orchard.env.runtimes.local.gateway.upstream import forbidden
 
@@ -257,3 +258,11 @@ def test_the_kernel_takes_the_rules_of_any_list(entries: list[str]) -> None:
     for text in (script, script + firewall.removal(wire, policy) + firewall.admission(wire, policy)):
         done = subprocess.run(["unshare", "-n", "nft", "-f", "-"], input=text, text=True, capture_output=True)
         assert done.returncode == 0, done.stderr
+
+
+def test_a_few_sandboxes_cannot_take_all_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _which: (400, 400))
+    proxy = Proxy({}, None, None)  # type: ignore[arg-type]
+    assert proxy._limit() == MAX_CONNECTIONS
+    proxy._open = 100
+    assert proxy._limit() == FEW_CONNECTIONS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 import struct
 import time
@@ -14,7 +15,10 @@ from orchard.env.runtimes.local.gateway.listening import BACKLOG
 from orchard.env.runtimes.local.gateway.policies import Policy
 from orchard.env.runtimes.local.gateway.upstream import Forbidden, Unreachable, Upstream
 
+#: Of one sandbox; and when half of what the process can hold is taken, so that a few cannot starve the others.
 MAX_CONNECTIONS = 1024
+FEW_CONNECTIONS = 64
+_FILES_EACH = 2
 _PIECE_BYTES = 64 << 10
 _GOODBYE_S = 2.0
 _ORIGINAL_DST = 80
@@ -28,6 +32,8 @@ class Proxy:
         self._policies = policies
         self._denials = denials
         self._upstream = upstream
+        self._open = 0
+        self._plenty = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _FILES_EACH // 2
 
     async def start(self, tcp: socket.socket) -> None:
         await asyncio.start_server(self._serve, sock=tcp, limit=_PIECE_BYTES, backlog=BACKLOG)
@@ -41,6 +47,9 @@ class Proxy:
             pass
         finally:
             _cut(writer)
+
+    def _limit(self) -> int:
+        return MAX_CONNECTIONS if self._open < self._plenty else FEW_CONNECTIONS
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Whether all was said, both ways, that there was to say."""
@@ -61,11 +70,12 @@ class Proxy:
             refuse("the address stands for no name on the list; look the name up again")
         elif not policy.allows(name, port):
             refuse("the list does not have this port of the name")
-        elif len(policy.connections) >= MAX_CONNECTIONS:
-            refuse(f"{MAX_CONNECTIONS} connections to names at once are the most")
+        elif len(policy.connections) >= (limit := self._limit()):
+            refuse(f"{limit} connections to names at once are the most")
         else:
             task = asyncio.current_task()
             policy.connections[task] = (name, port)
+            self._open += 1
             try:
                 await self._carry(reader, writer, name, port)
                 return True
@@ -78,6 +88,7 @@ class Proxy:
                 pass  # not refused, but not there: the client sees its connection end
             finally:
                 del policy.connections[task]
+                self._open -= 1
         return False
 
     async def _carry(
