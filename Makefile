@@ -37,7 +37,7 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@tools/system-packages.sh nft:nftables busybox:busybox-static git:git patch:patch cc:build-essential ip:iproute2 nsenter:util-linux ps:procps skopeo:skopeo docker-registry:docker-registry openssl:openssl newuidmap:uidmap redis-server:redis-server faketime:faketime
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # The same tests as in `make test`, each with so many examples, and other ones in every run.
 fuzz: $(STAMP)
