@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import random
 import time
@@ -249,7 +250,10 @@ class RedisStore:
         await self.flush()
         order = await self._ask(lambda: self._redis.zrange(self._key("order"), 0, -1))
         values = await self._ask(lambda: self._redis.hgetall(self._key("sandboxes")))
-        return [_sandbox_of(name.decode(), values[name]) for name in order if name in values]
+        found = [
+            _sandbox_of(name.decode("utf-8", "replace"), values[name]) for name in order if name in values
+        ]
+        return [record for record in found if record is not None]
 
     async def job(self, owner: str | None, job_id: str) -> JobRecord | None:
         if owner is not None:
@@ -276,11 +280,12 @@ class RedisStore:
             return []
         heads = await self._ask(lambda: self._redis.hmget(self._key("jobs"), names))
         outputs = await self._ask(lambda: self._redis.hmget(self._key("output"), names))
-        return [
+        found = [
             _job_of(name, head, output or b"")
             for name, head, output in zip(names, heads, outputs, strict=True)
             if head is not None
         ]
+        return [each for each in found if each is not None]
 
     async def expire(self, job_age_s: float, sandbox_age_s: float) -> Expired:
         await self.flush()
@@ -352,16 +357,38 @@ class RedisStore:
             await asyncio.sleep(_CHECK_EVERY_S)
 
 
-def _sandbox_of(sandbox_id: str, value: bytes) -> SandboxRecord:
+def _sandbox_of(sandbox_id: str, value: bytes) -> SandboxRecord | None:
+    """None for what this program has not written."""
     line, _, data = value.partition(b"\n")
-    return SandboxRecord(sandbox_id, json.loads(line)["ended_at"], data)
+    fields = _fields(line)
+    if fields is None or not _is_time(ended_at := fields.get("ended_at")):
+        _log.error("the record of sandbox %.80s in Redis is damaged; it is passed over", sandbox_id)
+        return None
+    return SandboxRecord(sandbox_id, ended_at, data)
 
 
-def _job_of(name: str, value: bytes, output: bytes) -> tuple[int, JobRecord]:
+def _job_of(name: str, value: bytes, output: bytes) -> tuple[int, JobRecord] | None:
+    """Its place in the order of changes, and the job; None for what this program has not written."""
     line, _, head = value.partition(b"\n")
-    fields = json.loads(line)
     owner, _, job_id = name.partition("\0")
-    record = JobRecord(
-        owner, job_id, fields["sandbox_id"], fields["digest"], fields["finished_at"], head, output
-    )
+    fields = _fields(line) or {}
+    kinds = {"sandbox_id": str, "digest": str, "n": int}
+    if any(type(fields.get(key)) is not kind for key, kind in kinds.items()) or not _is_time(
+        finished_at := fields.get("finished_at")
+    ):
+        _log.error("the record of job %.80s in Redis is damaged; it is passed over", job_id)
+        return None
+    record = JobRecord(owner, job_id, fields["sandbox_id"], fields["digest"], finished_at, head, output)
     return fields["n"], record
+
+
+def _fields(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _is_time(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and math.isfinite(value))

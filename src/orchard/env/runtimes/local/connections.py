@@ -37,5 +37,5 @@ def _token(folder_fd: int, sandbox_id: str) -> str:
     with os.fdopen(fd, "rb") as file:
         try:
             return str(json.loads(file.read())["token"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise AgentUnreachable(f"the note of sandbox {sandbox_id} is damaged") from None
