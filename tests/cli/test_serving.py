@@ -36,9 +36,12 @@ def test_serve_refuses_what_it_cannot_do_in_words(tmp_path: Path) -> None:
 
 def test_run_embeds_a_service_for_its_own_lifetime(alone: dict[str, str], tmp_path: Path) -> None:
     own = str(tmp_path / "state")
-    done = run_cli("run", "host", "--state-dir", own, "--", "sh", "-c", "echo embedded; exit 9", env=alone)
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    env = {**alone, "TMPDIR": str(temporary)}
+    done = run_cli("run", "host", "--state-dir", own, "--", "sh", "-c", "echo embedded; exit 9", env=env)
     assert (done.stdout, done.returncode) == ("embedded\n", 9), done.stderr
-    assert not list(Path(alone.get("TMPDIR", "/tmp")).glob("orchard-run-*"))
+    assert not list(temporary.iterdir())
 
 
 def _start_run(tmp_path: Path, alone: dict[str, str], mark: str) -> subprocess.Popen[str]:
