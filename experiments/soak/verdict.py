@@ -14,9 +14,6 @@ from benchmarks.samples import percentile
 from experiments.soak.ledger import notes
 from tests.support.rest import Rest
 
-#: A sandbox that was ready may end for these reasons, besides that its agent or its client was killed.
-_ASKED_FOR = "deleted"
-
 
 @dataclass
 class Owed:

@@ -56,13 +56,16 @@ class Tunnel:
     received_bytes: int = 0
     last_error: str | None = None
     last_error_at: float | None = None
+    #: When a reason was last noted, by the clock that does not step.
+    noted_mono: float = 0.0
 
     def failed(self, why: str) -> None:
         """A connection was refused or broke; the same reason is noted once in a while."""
-        now = time.time()
-        if why != self.last_error or now - (self.last_error_at or 0.0) > _NOTE_AGAIN_S:
+        now = time.monotonic()
+        if why != self.last_error or now - self.noted_mono > _NOTE_AGAIN_S:
             self.note(f"tunnel on port {self.listen_port} to {self.target}: {why}")
-            self.last_error_at = now
+            self.noted_mono = now
+            self.last_error_at = time.time()
         self.last_error = why
         self.failed_connections += 1
         self.meter.failures.inc()
