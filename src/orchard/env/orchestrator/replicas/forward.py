@@ -32,7 +32,6 @@ _SOCKET_HEADERS = frozenset(
 )
 _REPEATABLE_METHODS = frozenset(("GET", "HEAD", "DELETE", "PATCH", "OPTIONS"))
 _REPEATABLE_POSTS = ("/exec", "/heartbeat", "/files", "/sandboxes")
-_SOCKET_ENDS = (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSING, aiohttp.WSMsgType.CLOSED)
 
 
 class _Unsent(Exception):
